@@ -224,6 +224,8 @@ class _Source:
         if written and of != "own":
             raise self.fault(node, f"writes `{shown}`, which belongs to the core", _IN_OWN, shown)
         self._follow(of, path, node)
+        if isinstance(above, ast.Call) and above.func is node:
+            raise self.fault(node, f"calls `{shown}`, which is a number", f"write `{shown}`", shown)
         if written and not ROLES[self.role].writes:
             remedy = f"write in admit, tick or done: {self.role} is called any number of times, also for predictions"
             raise self.fault(node, f"writes `{shown}` in {self.role}", remedy, shown)

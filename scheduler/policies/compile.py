@@ -461,6 +461,7 @@ _KINDS = {
     r"(reflected )?list.*": "a list",
     r"Record.*": "the job itself",
     r"([nN]ested)?[aA]rray.*": "an array",
+    r"complex\d+": "a complex number",
     r"Literal\[int\].*|u?int\d+|float\d+": "a number",
     r"range_\w+|.*\(.*": "a value that is not a number",
 }

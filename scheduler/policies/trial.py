@@ -29,6 +29,7 @@ from paellapy.scheduler.policies.compile import (
     fault,
     may_loop,
     tree_of,
+    with_helpers,
 )
 
 # A decision ranks about ten jobs; at this cost per call, dispatching would take as long as a launch.
@@ -202,11 +203,9 @@ def replayed(function: Compiled, layout: Layout, calls: int) -> tuple[int | None
     return seen or None, False
 
 
-def _line_of(function: Any, written: str | None = None) -> int | None:
-    """The line where a field of `own` is written, or without one the line of the first loop."""
+def _line_of(function: Any, written: str) -> int | None:
+    """The line where a field of `own` is written."""
     for each in ast.walk(tree) if (tree := tree_of(function)) else ():
-        if written is None and isinstance(each, ast.For | ast.While):
-            return each.lineno
         if isinstance(each, ast.Attribute | ast.Subscript) and isinstance(each.ctx, ast.Store):
             target = each.value if isinstance(each, ast.Subscript) else each
             if ast.unparse(target) == written:
@@ -214,10 +213,23 @@ def _line_of(function: Any, written: str | None = None) -> int | None:
     return None
 
 
+def _loop_of(function: Any) -> tuple[Any, int | None]:
+    """The function that has the first loop, itself or one that it calls, and the line of that loop."""
+    for each in with_helpers(function):
+        for node in ast.walk(tree) if (tree := tree_of(each)) else ():
+            if isinstance(node, ast.For | ast.While):
+                return each, node.lineno
+    return function, None
+
+
 def _try(function: Compiled, layout: Layout) -> None:
     samples, plain, role = Samples(layout), function.function, function.role
-    for k, value in enumerate(answers(function, layout, samples)):
-        if math.isnan(value) or (role not in ("admit", "victim") and math.isinf(value)):
+    found = answers(function, layout, samples)
+    # A rank of math.inf, where it is written, has a meaning for some jobs; otherwise it comes from a division by zero.
+    meant = role == "rank" and "inf" in plain.__code__.co_names and min(found) < math.inf
+    for k, value in enumerate(found):
+        infinite = math.isinf(value) and role not in ("admit", "victim") and not (meant and value > 0.0)
+        if math.isnan(value) or infinite:
             argument = "model" if role == "victim" else "job"
             row = samples.rows((argument,), k)[argument][0]
             read = [name for name in row.dtype.names if not row.dtype[name].names and name in plain.__code__.co_names]
@@ -243,11 +255,12 @@ def _try(function: Compiled, layout: Layout) -> None:
     if role in ("rank", "order"):
         cost = call_cost_ns(function, layout)
         if cost > MAX_CALL_NS:
+            slow, line = _loop_of(plain)
             raise fault(
-                plain,
+                slow,
                 f"takes {cost / 1e3:.1f} µs per call, above the limit of {MAX_CALL_NS / 1e3:g} µs",
                 "compute from the job's fields, without loops: every decision ranks several jobs",
-                line=_line_of(plain), limit=MAX_CALL_NS,
+                line=line, limit=MAX_CALL_NS,
             )  # fmt: skip
 
 
@@ -284,7 +297,8 @@ def _try_apart(function: Compiled, layout: Layout) -> None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             problem = f"did not return within {TIME_LIMIT_S:g} s on a sample job"
-            raise fault(plain, problem, "check its loops", line=_line_of(plain), limit=TIME_LIMIT_S)
+            slow, line = _loop_of(plain)
+            raise fault(slow, problem, "check its loops", line=line, limit=TIME_LIMIT_S)
         time.sleep(1e-3)
     if ended[1] != 0:
         problem = f"crashed on a sample job (signal {os.WTERMSIG(ended[1])})"

@@ -315,6 +315,10 @@ WORDING: list[tuple[str, str | None, str]] = [
     ("return job.batch * 2**70  # wrong", None, r"64 bits"),
     ("return float(int(job.batch) << 70)  # wrong", None, r"64 bits"),
     ("return rank(job)  # wrong", "rank", r"a loop"),
+    ("return job.now_ns()  # wrong", "job.now_ns", r"write `job\.now_ns`"),
+    ("return job.batch + 1j  # wrong", None, "a complex number"),
+    ("return -math.inf  # wrong", None, "finite"),
+    ("return math.inf  # wrong", None, "finite"),
     ("return plain_helper(job.batch)  # wrong", "plain_helper", r"@numba\.njit"),
     ("return time.time()  # wrong", "time", r"job\.now_ns"),
     ("print(job.batch)  # wrong\nreturn 1.0", "print", "without Python"),
@@ -407,6 +411,8 @@ else:
 return found
 
 return random.random() * job["batch"] + math.sqrt(own["limit"])
+
+return math.inf if job.priority < 0 else job.arrival_ns
 """)
 
 

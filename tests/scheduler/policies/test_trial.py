@@ -37,6 +37,19 @@ def test_a_policy_that_does_not_return_is_refused(monkeypatch: pytest.MonkeyPatc
         policy(endless)
 
 
+def test_an_endless_loop_in_a_function_that_it_calls_has_the_line_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    @numba.njit  # type: ignore[untyped-decorator]
+    def halved(x: float) -> float:
+        while x >= 0.0:
+            x *= 0.5
+        return x
+
+    monkeypatch.setattr(trial, "TIME_LIMIT_S", 0.5)
+    line = halved.py_func.__code__.co_firstlineno + 2
+    with failing(PolicyError, policy="halved", limit=0.5, line=line):
+        policy(lambda job: halved(job.batch))
+
+
 def test_a_policy_that_crashes_is_refused() -> None:
     @numba.njit  # type: ignore[untyped-decorator]
     def deeper(x: float) -> float:
