@@ -189,11 +189,13 @@ def note_overtaking(s: State, instance: int, now: int) -> None:
 @part
 def may_launch_whole(s: State, instance: int) -> bool:
     """Whether a queue persists and the job is short. Then jobs take turns anyway, and each segment costs the GPU a node
-    and the host a launch. Not on an oversubscribed GPU, where jobs may have to yield.
+    and the host a launch. Not where later jobs often have to overtake it, nor on an oversubscribed GPU, where jobs may
+    have to yield.
     """
     if (
         s.core[0].waiting_jobs < s.tuning[0].steady_queue_jobs
         or s.instance[instance].segments > s.tuning[0].short_job_segments
+        or s.core[0].overtaking_share > MOST_OVERTAKING
     ):
         return False
     return bool(s.core[0].yielding_share >= s.tuning[0].most_yielding_share or not is_oversubscribed(s))
