@@ -7,11 +7,11 @@ utilisation hold for all policies, shares of the GPU's time for those that divid
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from ideal_server import ideal_ends
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core import codes
@@ -45,27 +45,6 @@ def mean_wait_ns(run: Any) -> float:
 
 def sojourn_ns(jobs: Any) -> NDArray[np.float64]:
     return np.asarray(jobs["finish_ns"] - jobs["arrival_ns"], float)
-
-
-def ideal_ends(
-    arrival_ns: NDArray[np.int64], work_ns: NDArray[np.float64], rank: Callable[[int, float], float]
-) -> NDArray[np.float64]:
-    """When jobs end on one server that is preempted at any time; `rank(job, work left)`, the least goes first."""
-    ends, left, waiting, now, coming = np.zeros(len(work_ns)), work_ns.astype(float), [], 0.0, 0
-    while coming < len(work_ns) or waiting:
-        if not waiting:
-            now = max(now, float(arrival_ns[coming]))
-        while coming < len(work_ns) and arrival_ns[coming] <= now:
-            waiting.append(coming)
-            coming += 1
-        job = min(waiting, key=lambda k: rank(k, left[k]))
-        until = arrival_ns[coming] if coming < len(work_ns) else np.inf
-        took = min(left[job], until - now)
-        now, left[job] = now + took, left[job] - took
-        if left[job] <= 1e-3:
-            waiting.remove(job)
-            ends[job] = now
-    return ends
 
 
 @pytest.mark.parametrize("policy", [*IN_ORDER, "srpt", "edf", "hrrn", "paella"])  # equal jobs: any order will do
