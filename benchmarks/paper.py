@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from engine_load import Loaded, Setup, lognormal_gaps
-from harness import Points, arguments, dumps, finish, in_turns, medians, ranged, save, stored
+from harness import Points, arguments, commit, dumps, finish, in_turns, medians, ranged, save, stored
 from models import FIG11, TINY, VARIANTS, Kind
 
 import paellapy as pp
@@ -230,7 +230,7 @@ def run(o: Any) -> None:
                 break
             found = undisturbed(point, loaded)
             if point.name == "light":
-                results["light"] = found
+                results["light"] = {"commit": commit(), **found}
             else:
                 points.add(point.name, point.seed, found)
             results["outputs"] += loaded.checked
