@@ -600,7 +600,7 @@ def _reason(failure: BaseException) -> str:
 
 @functools.cache
 def _native() -> Callable[..., tuple[Any, Any]]:
-    """Triton's native routine. Its first call imports PyTorch, if that is installed, to know its tensors by their class:
+    """Triton's native routine. Its first call imports PyTorch if it is installed, to know its tensors by their class:
     two seconds of CPU time in each process. It knows them by their attributes, too.
     """
     if "torch" not in sys.modules:

@@ -167,7 +167,7 @@ MS = 1_000_000
 
 
 def held_back(pace: Pace, now: int, late: int, way: int = 0) -> tuple[int, int]:
-    """A step that other work holds back until it has to begin, and that then ends late; the lead it had, and its end."""
+    """A step that other work holds back until it has to begin, and that then ends late; its lead, and its end."""
     arrival, meant_ns = pace.terms([now], now, 0)
     assert meant_ns == arrival + 20 * MS
     ends = round(meant_ns) + late
