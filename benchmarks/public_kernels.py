@@ -5,7 +5,9 @@
     python benchmarks/public_kernels.py --gpu            # on a GPU: the same bits with and without reporting
     python benchmarks/public_kernels.py --gpu --ranges   # the same, and with ranges inserted
     python benchmarks/public_kernels.py --only liger.rope,fla.chunk_gla
+    python benchmarks/public_kernels.py --only more      # the smaller packages
     GEMS_VENDOR=nvidia python benchmarks/public_kernels.py --only flag_gems --no-passes
+    GEMS_VENDOR=nvidia python benchmarks/public_kernels.py --gpu --parallel 8     # shared among processes
 
 The package's own code computes an operator and its gradients; launches `kernel[grid](…)` of its kernels are redirected
 through `pp.kernel`. Tuners use their first configuration.
@@ -18,18 +20,23 @@ import dataclasses
 import functools
 import gc
 import inspect
+import json
+import subprocess
+import sys
+import tempfile
 import time
 import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from harness import arguments, finish, need_gpu, save, show, stored
+from harness import arguments, environment, finish, need_gpu, save, show, stored
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction, KernelInterface
 
@@ -116,7 +123,8 @@ def host_code_of_a_gpu() -> Iterator[None]:
         "get_device_properties": lambda *_: facts, "get_device_capability": lambda *_: part.capability,
         "get_device_name": lambda *_: part.title,
     }  # fmt: skip
-    with mock.patch.multiple(torch.cuda, **answers):
+    # What a package gives to torch.compile runs as it is: the compiler would look for the GPU itself.
+    with mock.patch.multiple(torch.cuda, **answers), torch.compiler.set_stance("force_eager"):
         yield
 
 
@@ -188,7 +196,10 @@ def through_passes(kernels: Kernels) -> dict[str, Any]:
     return {"kernels": sorted(names), "variants": built, "variants_refused": refused, "variants_failed": failed}
 
 
-def on_gpu(chosen: dict[str, Any], ranges: bool) -> dict[str, Any]:
+Note = Callable[[str, dict[str, Any]], None]
+
+
+def on_gpu(chosen: dict[str, Any], ranges: bool, note: Note) -> None:
     tuned: set[int] = set()
     run = Autotuner.run
 
@@ -199,16 +210,19 @@ def on_gpu(chosen: dict[str, Any], ranges: bool) -> dict[str, Any]:
         return run(self, *args, **kwargs)
 
     Autotuner.run = first_config
-    plain, rows = {}, {}
+    plain = {}
     for name, case in chosen.items():
         given = {n: v.cuda() for n, v in case.inputs(torch.Generator().manual_seed(0)).items()}
         try:
             plain[name] = [computed(case.operator(), given, case) for _ in range(2)]
         except Exception as e:
-            rows[name] = {"result": "does not run plain", "why": f"{type(e).__name__}: {e}"[:300]}
+            note(name, {"result": "does not run plain", "why": f"{type(e).__name__}: {e}"[:300]})
     for found in gc.get_objects():  # kernels that were compiled plain are compiled anew, so that they can report
         if isinstance(found, JITFunction):
             found.device_caches.clear()
+        elif type(found).__name__ == "LibEntry":  # FlagGems has a cache of its own
+            for cache in found.kernel_cache:
+                cache.clear()
     if not ranges:
         pp.instrument_torch()  # else a pp.kernel with ranges launches each kernel
     for name, both in plain.items():
@@ -216,11 +230,9 @@ def on_gpu(chosen: dict[str, Any], ranges: bool) -> dict[str, Any]:
         try:
             with through(Kernels(ranges=True)) if ranges else contextlib.nullcontext(), pp.trace() as t:
                 found = computed(chosen[name].operator(), given, chosen[name])
-            rows[name] = _compared(found, both, t)
+            note(name, _compared(found, both, t))
         except Exception as e:
-            rows[name] = {"result": "crashed", "why": f"{type(e).__name__}: {e}"[:300]}
-        print(name, rows[name], flush=True)
-    return rows
+            note(name, {"result": "crashed", "why": f"{type(e).__name__}: {e}"[:300]})
 
 
 def _compared(found: list[Any], plain: list[list[Any]], t: Any) -> dict[str, Any]:
@@ -238,6 +250,43 @@ def _compared(found: list[Any], plain: list[list[Any]], t: Any) -> dict[str, Any
     return {**row, "result": "same bits" if same(found, plain[0]) else "other bits"}
 
 
+def on_cpu(chosen: dict[str, Any], passes: bool, note: Note) -> None:
+    kernels = Kernels()
+    with pp.Device("virtual:H200"):
+        for name, case in chosen.items():
+            note(name, on_virtual(case, kernels) | (through_passes(kernels) if passes else {}))
+
+
+def found_by(o: Any, chosen: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each operator's row: from this process, or from `--parallel` processes that share the operators."""
+    rows: dict[str, dict[str, Any]] = {}
+
+    def note(name: str, row: dict[str, Any]) -> None:
+        rows[name] = row
+        print(name, {k: v for k, v in row.items() if k != "kernels"}, flush=True)
+        if o.rows:
+            with o.rows.open("a") as file:
+                print(json.dumps([name, row]), file=file)
+
+    if o.parallel < 2:
+        on_gpu(chosen, o.ranges, note) if o.gpu else on_cpu(chosen, not o.no_passes, note)
+        return rows
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, str(n)) for n in range(o.parallel)]
+        same = [*sys.argv[1:], "--parallel", "1"]
+        shares = [["--share", f"{n}/{len(files)}", "--rows", str(file)] for n, file in enumerate(files)]
+        running = [subprocess.Popen([sys.executable, __file__, *same, *share], env=environment()) for share in shares]
+        ends = time.monotonic() + o.seconds
+        for each in running:
+            try:
+                each.wait(max(ends - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                each.kill()
+        lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
+    lost = {"result": "crashed", "why": "its process ended, or took too long"}
+    return dict.fromkeys(chosen, lost) | dict(map(json.loads, lines))
+
+
 def gpu_table(runs: list[dict[str, Any]]) -> list[list[Any]]:
     """Of the runs with reports, and with reports and ranges."""
     kinds = {
@@ -251,51 +300,60 @@ def gpu_table(runs: list[dict[str, Any]]) -> list[list[Any]]:
     return [["operators", "reporting", "reporting with ranges"], *rows]
 
 
+def versions(rows: dict[str, Any]) -> dict[str, str]:
+    packages = {"liger": "liger-kernel", "fla": "fla-core"}
+    return {p: metadata.version(packages.get(p, p)) for p in sorted({name.partition(".")[0] for name in rows})}
+
+
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, seconds=3600.0)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--ranges", action="store_true", help="on a GPU: with ranges inserted")
-    parser.add_argument("--only", default="", help="names, or parts of names, separated by commas")
+    parser.add_argument("--only", default="", help="names, or parts of names, separated by commas; or `more`")
+    parser.add_argument("--parallel", type=int, default=1, help="processes that share the operators")
+    parser.add_argument("--share", help="be the first of two such processes: 0/2")
+    parser.add_argument("--rows", type=Path, help="file for the rows of such a process")
     parser.add_argument("--no-passes", action="store_true", help="skip assembling the variants, the longest part")
     o = parser.parse_args()
-    from corpus.public import cases
+    from corpus.public import SMALLER, cases
 
     warnings.simplefilter("ignore")
-    parts = [part for part in o.only.split(",") if part]
+    parts = list(SMALLER) if o.only == "more" else [part for part in o.only.split(",") if part]
     chosen = {n: c for n, c in cases().items() if not parts or any(part in n for part in parts)}
+    if o.share:
+        first, _, of = o.share.partition("/")
+        chosen = dict(list(chosen.items())[int(first) :: int(of)])
+        found_by(o, chosen)
+        return
     if o.gpu:
         device = need_gpu("bits with and without reporting")
-        rows = on_gpu(chosen, o.ranges)
+        rows = found_by(o, chosen)
         ran = [row for row in rows.values() if "launches" in row]
         found: dict[str, Any] = {"results": dict(Counter(row["result"] for row in rows.values()))}
         found["kernels"] = len({kernel for row in ran for kernel in row["kernels"]})
         for key in ("launches", "every_block_once", *(("ranges", "blocks") if o.ranges else ())):
             found[key] = sum(row.get(key, 0) for row in ran)
+        found["packages"] = versions(rows)
+        found["other"] = {n: row.get("why", row["result"]) for n, row in rows.items() if row["result"] != "same bits"}
         names = ("public_kernels_gpu", "public_kernels_ranges")
         runs = [found if ranges == o.ranges else stored(name, o.out) for ranges, name in enumerate(names)]
         finish(o, names[o.ranges], found, "bits", gpu_table(runs), device, table="public-gpu")
         return
-    kernels, rows = Kernels(), {}
-    with pp.Device("virtual:H200") as device:
-        for name, case in chosen.items():
-            rows[name] = on_virtual(case, kernels)
-            if not o.no_passes:
-                rows[name] |= through_passes(kernels)
-            print(name, {k: v for k, v in rows[name].items() if k != "kernels"}, flush=True)
+    rows = found_by(o, chosen)
     kinds = ("right", "refused", "wrong", "crashed")
     total = {kind: sum(row["result"] == kind for row in rows.values()) for kind in kinds}
     total["kernels"] = len({kernel for row in rows.values() for kernel in row.get("kernels", ())})
     total["variants"] = sum(row.get("variants", 0) for row in rows.values())
     for key in ("variants_refused", "variants_failed"):
         total[key] = sum(len(row.get(key, ())) for row in rows.values())
-    group = "".join(f"_{part}" for part in parts)  # some operators are a result of their own
+    group = f"_{o.only.replace(',', '_')}" if o.only else ""  # some operators are a result of their own
     figures = {f"public{group}.{name}": str(total[name]) for name in ("right", "kernels", "variants") if total[name]}
     figures[f"public{group}.operators"] = str(len(rows))
     show("public kernels", ["", "number"], list(total.items()))
-    packages = {"liger": "liger-kernel", "fla": "fla-core", "flag_gems": "flag_gems"}
-    versions = {p: metadata.version(packages[p]) for p in sorted({name.partition(".")[0] for name in rows})}
-    total |= {"packages": versions, "not_right": {n: r["result"] for n, r in rows.items() if r["result"] != "right"}}
-    print(save(f"public_kernels{group}", total, device, o.out, figures=figures))
+    not_right = {n: r["result"] for n, r in rows.items() if r["result"] != "right"}
+    total |= {"packages": versions(rows), "not_right": not_right}
+    with pp.Device("virtual:H200") as device:
+        print(save(f"public_kernels{group}", total, device, o.out, figures=figures))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Operators of liger-kernel, flash-linear-attention and FlagGems, each with a reference in PyTorch.
+"""Operators of ten installed packages with Triton kernels, each with a reference in PyTorch.
 
 Nothing of these packages is copied: operators are imported from the installed packages (extra `public`), and references
 are written with PyTorch's own functions. Sizes are small, since a reference computes time step by time step.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -324,6 +325,264 @@ FLA = [
 ]  # fmt: skip
 
 
+# -- smaller packages: mlstm-kernels, accelerated-scan, lightning-attn, cut-cross-entropy, sageattention,
+# jvp-flash-attention, torchao
+
+
+def _imported(path: str, **options: Any) -> Callable[[], Operator]:
+    """The function at "module:name", called with all inputs by position."""
+
+    def find() -> Operator:
+        module, _, name = path.partition(":")
+        found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        return lambda **given: found(*given.values(), **options)
+
+    return find
+
+
+def _mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, sigmoid: bool = False) -> Tensor:
+    """Gates weigh the past of each step: the input's exponentially, or by a sigmoid, which needs no maximum.
+
+    Its gradients take the maximum and the divisor for constants, as the package's own reference does.
+    """
+    total = F.logsigmoid(f).cumsum(-1)
+    weight = total[..., :, None] - total[..., None, :] + (F.logsigmoid(i) if sigmoid else i)[..., None, :]
+    future = torch.ones(weight.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    weight = weight.masked_fill(future, float("-inf"))
+    most = torch.zeros_like(weight[..., :1]) if sigmoid else weight.amax(-1, keepdim=True).detach()
+    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5 * (weight - most).exp()
+    below = torch.maximum(scores.sum(-1, keepdim=True).abs(), (-most).exp()) + 1e-6
+    return scores / below.detach() @ v
+
+
+def _mlstm_inputs(g: torch.Generator) -> dict[str, Any]:
+    given = {name: torch.randn((2, 2, 128, 64), generator=g) for name in "qkv"}
+    return {**given, "i": torch.randn((2, 2, 128), generator=g), "f": torch.randn((2, 2, 128), generator=g) + 3}
+
+
+def _mlstm_step(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor
+) -> tuple[Tensor, ...]:
+    keep = F.logsigmoid(f) + m
+    most = torch.maximum(keep, i)
+    old, new = (keep - most).exp(), (i - most).exp()
+    c = old[..., None] * c + new[..., None] * k[..., :, None] * v[..., None, :]
+    n, q = old * n + new * k, q * q.shape[-1] ** -0.5
+    below = torch.maximum((q * n).sum(-1, keepdim=True).abs(), (-most).exp()) + 1e-6
+    return torch.einsum("bhd,bhdv->bhv", q, c) / below, c, n, most
+
+
+def _mlstm_step_operator() -> Operator:
+    step = _imported("mlstm_kernels.torch.recurrent.triton_step:mlstm_recurrent_step__triton")()
+
+    def operator(**given: Tensor) -> Any:
+        out, states = step(**given)
+        return out, *states
+
+    return operator
+
+
+def _mlstm_step_inputs(g: torch.Generator) -> dict[str, Any]:
+    shapes = dict.fromkeys("qkv", (2, 2, 32)) | dict.fromkeys("if", (2, 2, 1))
+    shapes |= {"c": (2, 2, 32, 32), "n": (2, 2, 32), "m": (2, 2, 1)}
+    return {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+
+
+def _scan(forget: Tensor, x: Tensor) -> Tensor:
+    state, outs = torch.zeros_like(x[..., 0]), []
+    for t in range(x.shape[-1]):
+        state = forget[..., t] * state + x[..., t]
+        outs.append(state)
+    return torch.stack(outs, -1)
+
+
+def _scan_inputs(kind: torch.dtype) -> Inputs:
+    def make(g: torch.Generator) -> dict[str, Any]:
+        # With a length that is no multiple of 2,048, the backward pass reads beyond the last row.
+        forget, x = (torch.randn((1, 3, 2048), generator=g, dtype=kind) for _ in range(2))
+        return {"forget": forget / (1 + forget.abs()), "x": x}
+
+    return make
+
+
+def _decayed(q: Tensor, k: Tensor, v: Tensor, s: Tensor | None = None) -> Tensor:
+    ago = torch.arange(q.shape[2], device=q.device)
+    ago = ago[:, None] - ago
+    decay = torch.ones_like(ago, dtype=q.dtype) if s is None else torch.exp(-s * ago)
+    return ((q @ k.transpose(-1, -2)) * decay).tril() @ v
+
+
+def _decayed_inputs(*, slopes: bool) -> Inputs:
+    def make(g: torch.Generator) -> dict[str, Any]:
+        given: dict[str, Any] = {name: torch.randn((2, 2, 100, 32), generator=g) * 0.3 for name in "qkv"}
+        return given | ({"s": torch.tensor([0.25, 0.0625]).reshape(2, 1, 1)} if slopes else {})
+
+    return make
+
+
+def _cut_inputs(g: torch.Generator) -> dict[str, Any]:
+    e, c = (torch.randn(shape, generator=g).bfloat16() * 0.3 for shape in ((150, 64), (700, 64)))
+    return {"e": e, "c": c, "targets": torch.randint(0, 700, (150,), generator=g)}
+
+
+def _cut(cap: float | None = None) -> Operator:
+    def reference(e: Tensor, c: Tensor, targets: Tensor) -> Tensor:
+        logits = e.float() @ c.float().T
+        return F.cross_entropy(cap * torch.tanh(logits / cap) if cap else logits, targets)
+
+    return reference
+
+
+def _cut_case(name: str, cap: float | None = None) -> PublicCase:
+    options = {"softcap": cap, "filter_eps": None, "impl": "cce"}
+    operator = _imported("cut_cross_entropy:linear_cross_entropy", **options)
+    return PublicCase(name, operator, _cut(cap), _cut_inputs, tolerance=0.02)  # bfloat16
+
+
+def _sage(kind: str, width: int) -> PublicCase:
+    """Attention with products of 8-bit integers: their error is the tolerance. Lengths are whole tiles, as it wants."""
+    causal, short = kind == "causal", "h96_" if width == 96 else ""
+    name = f"per_block_{short}{kind}".removesuffix("_full")
+
+    def find() -> Operator:
+        quantized = importlib.import_module("sageattention.quant_per_block" + ("_hd96" if short else ""))
+        attention = importlib.import_module(f"sageattention.attn_qk_int8_{name}")
+
+        def operator(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            q8, q_scale, k8, k_scale = getattr(quantized, "per_block_int8" + ("_hd96" if short else ""))(q, k)
+            return attention.forward(q8, k8, v, q_scale, k_scale, output_dtype=q.dtype)
+
+        return operator
+
+    def inputs(g: torch.Generator) -> dict[str, Any]:
+        return {n: torch.randn((2, h, 256, width), generator=g).half() for n, h in (("q", 4), ("k", 2), ("v", 2))}
+
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal)
+
+    return PublicCase(name, find, reference, inputs, grad=False, tolerance=0.03)
+
+
+def _sage_varlen(causal: bool) -> PublicCase:
+    ends = (0, 128, 384)
+
+    def find() -> Operator:
+        quantized = importlib.import_module("sageattention.quant_per_block_varlen").per_block_int8
+        module = "per_block_causal_varlen" if causal else "block_varlen"
+        forward = importlib.import_module(f"sageattention.attn_qk_int8_{module}").forward
+
+        def operator(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Any:
+            q8, q_scale, k8, k_scale, q_at, k_at = quantized(q, k, at, at, 256, 256)
+            return forward(q8, k8, v, at, at, 256, q_scale, k_scale, q_at, k_at)
+
+        return operator
+
+    def inputs(g: torch.Generator) -> dict[str, Any]:
+        given: dict[str, Any] = {n: torch.randn((384, 2, 64), generator=g).half() for n in "qkv"}
+        return given | {"at": torch.tensor(ends, dtype=torch.int32)}
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+        parts = [[x[a:b].float().transpose(0, 1) for x in (q, k, v)] for a, b in itertools.pairwise(ends)]
+        return torch.cat([F.scaled_dot_product_attention(*p, is_causal=causal).transpose(0, 1) for p in parts])
+
+    name = "varlen_causal" if causal else "varlen"
+    return PublicCase(name, find, reference, inputs, grad=False, tolerance=0.03)
+
+
+def _jvp(causal: bool) -> PublicCase:
+    options = {"causal": causal, "USE_TMA": False, "warp_specialize": False}
+    reference = functools.partial(F.scaled_dot_product_attention, is_causal=causal)
+    inputs = _normal(q=(1, 2, 128, 32), k=(1, 2, 128, 32), v=(1, 2, 128, 32))
+    return PublicCase("attention_causal" if causal else "attention",
+                      _imported("jvp_flash_attention.jvp_attention:attention", **options),
+                      lambda q, k, v: reference(q, k, v), inputs)  # fmt: skip
+
+
+def _blocks_of_128(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, 128))
+
+
+def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _blocks_of_128(x).abs().amax(-1) / 448
+    return (_blocks_of_128(x) / scale[..., None]).flatten(-2).to(torch.float8_e4m3fn).float(), scale
+
+
+def _fp8_squares(x: Tensor) -> tuple[Tensor, Tensor]:
+    tiles = x.unflatten(0, (-1, 128)).unflatten(-1, (-1, 128))
+    scale = tiles.abs().amax((1, 3)) / 448
+    tiles = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn).float()
+    return tiles.flatten(2, 3).flatten(0, 1), scale
+
+
+def _ao(name: str, reference: Operator, inputs: Inputs) -> PublicCase:
+    def find() -> Operator:
+        found = getattr(importlib.import_module("torchao.kernel.blockwise_quantization"), name)
+
+        def operator(**given: Any) -> Any:
+            out = found(*given.values())
+            return tuple(o.float() for o in out) if isinstance(out, tuple) else out.float()
+
+        return operator
+
+    return PublicCase(name, find, reference, inputs, grad=False, tolerance=0.02)
+
+
+def _fp8_product_inputs(g: torch.Generator) -> dict[str, Any]:
+    a, a_scale = _fp8_rows(torch.randn((48, 256), generator=g))
+    b, b_scale = _fp8_squares(torch.randn((128, 256), generator=g))
+    return {"a": a.to(torch.float8_e4m3fn), "a_scale": a_scale, "b": b.to(torch.float8_e4m3fn), "b_scale": b_scale}
+
+
+def _fp8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    return _fp8_whole(a, a_scale, 1) @ _fp8_whole(b, b_scale, 128).T
+
+
+def _fp8_whole(x: Tensor, scale: Tensor, rows: int) -> Tensor:
+    return x.float() * scale.repeat_interleave(rows, 0).repeat_interleave(128, 1)
+
+
+_CHUNKED = "mlstm_kernels.torch.chunkwise.triton_"
+SMALLER = {
+    "mlstm_kernels": [
+        PublicCase("limit_chunk", _imported(f"{_CHUNKED}limit_chunk:mlstm_chunkwise__limit_chunk"), _mlstm,
+                   _mlstm_inputs),
+        PublicCase("xl_chunk", _imported(f"{_CHUNKED}xl_chunk:mlstm_chunkwise__xl_chunk"), _mlstm, _mlstm_inputs),
+        PublicCase("xl_chunk_siging", _imported(f"{_CHUNKED}xl_chunk_siging:mlstm_siging_chunkwise__xl_chunk"),
+                   functools.partial(_mlstm, sigmoid=True), _mlstm_inputs),
+        PublicCase("limit_headdim", _imported("mlstm_kernels.torch.parallel.triton_limit_headdim:"
+                                              "mlstm_parallel__limit_headdim"), _mlstm, _mlstm_inputs),
+        PublicCase("step", _mlstm_step_operator, _mlstm_step, _mlstm_step_inputs, grad=False),
+    ],
+    "accelerated_scan": [
+        PublicCase("scalar", _imported("accelerated_scan.scalar:scan"), _scan, _scan_inputs(torch.float32)),
+        PublicCase("complex", _imported("accelerated_scan.complex:scan"), _scan, _scan_inputs(torch.complex64),
+                   grad=False),
+    ],
+    "lightning_attn": [
+        PublicCase("decay", _imported("lightning_attn.ops.triton:lightning_attn2"), _decayed,
+                   _decayed_inputs(slopes=True), constant=("s",)),
+        PublicCase("no_decay", _imported("lightning_attn.ops.triton:lightning_attn2_no_decay"), _decayed,
+                   _decayed_inputs(slopes=False)),
+        PublicCase("srmsnorm", _imported("lightning_attn.ops.triton.srmsnorm:_SrmsNorm.apply", eps=1e-6),
+                   lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6), _normal(x=(24, 200))),
+    ],
+    "cut_cross_entropy": [_cut_case("plain"), _cut_case("capped", 20.0)],
+    "sageattention": [
+        *(_sage(kind, width) for kind in ("full", "causal") for width in (64, 96)), _sage_varlen(False),
+        _sage_varlen(True),
+    ],
+    "jvp_flash_attention": [_jvp(False), _jvp(True)],
+    "torchao": [
+        _ao("fp8_blockwise_act_quant", _fp8_rows, _normal(x=(48, 256))),
+        _ao("fp8_blockwise_weight_quant", _fp8_squares, _normal(x=(128, 256))),
+        _ao("fp8_blockwise_weight_dequant", functools.partial(_fp8_whole, rows=128),
+            lambda g: dict(zip(("x", "scale"), _fp8_squares(torch.randn((128, 256), generator=g)), strict=True))),
+        _ao("blockwise_fp8_gemm", _fp8_product, _fp8_product_inputs),
+    ],
+}  # fmt: skip
+
+
 # -- FlagGems: operators of PyTorch's own, with the inputs of PyTorch's own tests
 
 
@@ -331,7 +590,8 @@ FLA = [
 def _functions_of_flag_gems() -> dict[str, Any]:
     """By operator and overload. To import it needs a GPU, as the virtual GPU's host code says there is."""
     found = importlib.import_module("flag_gems")
-    if torch.version.cuda is None:  # its tensors are on the CPU, like all of the virtual GPU's
+    # torch.cuda answers for the virtual GPU now, whose tensors are on the CPU.
+    if not getattr(torch._C, "_cuda_getDeviceCount", int)():
         for module in [each for name, each in sys.modules.items() if name.startswith("flag_gems.")]:
             for attribute, value in list(vars(module).items()):
                 if isinstance(value, str) and value == "cuda":
@@ -420,9 +680,13 @@ def _gems(info: Any) -> PublicCase:
     return PublicCase(info.name, lambda: operator, reference, inputs, grad=False)
 
 
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
 def cases() -> dict[str, PublicCase]:
     """All of them, under the names of their package and operator."""
-    groups = [("liger", LIGER), ("fla", FLA)]
-    if importlib.util.find_spec("flag_gems"):
+    groups = [("liger", LIGER), ("fla", FLA), *((name, each) for name, each in SMALLER.items() if _installed(name))]
+    if _installed("flag_gems"):
         groups.append(("flag_gems", flag_gems()))
     return {f"{package}.{c.name}": c for package, group in groups for c in group}
