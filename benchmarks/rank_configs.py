@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--predict", type=Path, help="be such a process: write the times to this file")
     o = parser.parse_args()
     warnings.simplefilter("ignore")
+    torch.compiler.set_stance("force_eager")
     device = need_gpu("times of configurations") if o.device == "cuda" else pp.Device.open(o.device)
     with device:
         if o.predict:
