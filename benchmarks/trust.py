@@ -8,8 +8,7 @@ Every answer is compared with NumPy's result. Faults are injected one after the 
 recovery is the time from a fault to the end of the last moment in which a prober, which asks every model in turn, got
 no right answer. Where a fault comes more than once, its longest recovery counts.
 
-Attacks that any server understands also go against LitServe's server, if it is installed. Triton's server is in no
-package: its column stays empty.
+Attacks that any server understands also go against LitServe's and Triton's servers, where `--others` has them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import math
 import multiprocessing
 import os
 import signal
-import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,13 +31,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection, HTTPException
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
-from harness import ServerProcess, announce, arguments, commit, environment, save, show, stored
+from harness import arguments, commit, environment, save, show, stored
 from serving_processes import Processes, children, processes
 
 from paellapy import demo
@@ -49,6 +47,8 @@ TARGETS_MS = {"mlp": 50.0, "cnn": 100.0, "transformer": 200.0}
 TABLE = 64  # rows of `lookup`, which does not check its index
 FAR = 1 << 40  # a real GPU has memory behind a table's end, and faults only where there is none
 QUIET_S, LONGEST_S = 0.6, 30.0  # of right answers before and after a fault; that a recovery is waited for
+CALM_S = 10.0  # before memory is compared
+NOTICED_S = 5.0  # after this time, clients know that a worker was killed
 BROKEN = (aiohttp.ClientError, OSError, EOFError)
 CONFIG = """
 device = "{device}"
@@ -210,14 +210,16 @@ def requests(rng: np.random.Generator, count: int) -> list[Checked]:
     return made
 
 
-async def run_clients(url: str, work: list[Checked], outcomes: Counter[str], clients: int, end: asyncio.Event) -> None:
+async def run_clients(
+    url: str, work: list[Checked], note: Callable[[str], object], clients: int, end: asyncio.Event
+) -> None:
     """Clients that ask one request after the other, and pause where they are refused."""
     numbers = itertools.count()
 
     async def client(session: aiohttp.ClientSession) -> None:
         while not end.is_set():
             outcome = await work[next(numbers) * 7919 % len(work)].ask(session, url)
-            outcomes[outcome] += 1
+            note(outcome)
             await asyncio.sleep(0.01 if outcome in ("refused", "unavailable", "dropped") else 0)  # the load is to stay
 
     async with connections() as session:
@@ -370,15 +372,19 @@ class Target:
             found += children(pid)
         return found
 
-    def held(self) -> tuple[float, int]:
-        """MB of memory of its own, and open descriptors."""
-        nbytes = descriptors = 0
+    def held(self) -> dict[str, tuple[float, int]]:
+        """MB of memory of their own, and open descriptors, of all its processes by name."""
+        found: dict[str, tuple[float, int]] = {}
         for pid in self.pids():
             with contextlib.suppress(OSError, ValueError):  # it has ended, perhaps without having been waited for
                 words = Path(f"/proc/{pid}/status").read_text().split()
-                nbytes += int(words[words.index("RssAnon:") + 1]) * 1024
-                descriptors += len(os.listdir(f"/proc/{pid}/fd"))
-        return nbytes * 1e-6, descriptors
+                mb, descriptors = int(words[words.index("RssAnon:") + 1]) * 1.024e-3, len(os.listdir(f"/proc/{pid}/fd"))
+                before = found.get(words[1], (0.0, 0))
+                found[words[1]] = (before[0] + mb, before[1] + descriptors)
+        return found
+
+    def mb(self) -> float:
+        return sum(mb for mb, _ in self.held().values())
 
 
 Attack = Callable[[Target, float], Awaitable[Any]]  # until this time
@@ -505,11 +511,11 @@ async def under_attack(target: Target, attack: Attack, seconds: float) -> dict[s
     prober = spawn.Process(target=probe, args=(target, theirs))
     prober.start()
     await asyncio.to_thread(mine.recv)
-    before, most = target.held()[0], 0.0
+    before, most = target.mb(), 0.0
     attacking = asyncio.create_task(attack(target, time.monotonic() + seconds))
     while not attacking.done():
         await asyncio.wait({attacking}, timeout=0.1)
-        most = max(most, target.held()[0])
+        most = max(most, target.mb())
     mine.send(None)
     times, outcomes = await asyncio.to_thread(mine.recv)
     prober.join()
@@ -534,62 +540,78 @@ async def idle(target: Target, until: float) -> None:
     await asyncio.sleep(until - time.monotonic())
 
 
+BODY = b'{"inputs": [{"name": "i", "shape": [1, 1], "datatype": "INT64", "data": [7]}]}'
+PATHS = "/v2/models/lookup/infer", "/v2/health/live"
+OTHERS = {"lit": ("LitServe", "/predict", "/health", b'{"input": 7}'), "triton": ("Triton", *PATHS, BODY)}
+
+
 def target_of(server: Served) -> Target:
-    body = {"inputs": [{"name": "i", "shape": [1, 1], "datatype": "INT64", "data": [7]}]}
-    path = "/v2/models/lookup/infer"
-    return Target("paellapy", server.url, server.processes.process.pid, path, "/v2/health/live",
-                  json.dumps(body).encode(), b"7.0,7.0,7.0")  # fmt: skip
+    return Target("paellapy", server.url, server.processes.process.pid, *PATHS, BODY, b"7.0,7.0,7.0")
 
 
 @contextlib.contextmanager
-def litserve() -> Iterator[Target]:
-    """LitServe's server with a model of NumPy."""
-    with ServerProcess(__file__, "--serve-lit") as process:
-        pid = process.process.pid
-        yield Target("LitServe", process.url, pid, "/predict", "/health", b'{"input": 7}', b"7.0,7.0,7.0")
+def other(kind: str, python: Path) -> Iterator[Target]:
+    """Another server with the same model, in NumPy."""
+    command = [python, Path(__file__).with_name("other_servers.py"), kind]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        port, end = int(url.rpartition(":")[2]), time.monotonic() + 60.0
+        while not is_ready(port, OTHERS[kind][2]) and time.monotonic() < end:
+            time.sleep(0.1)
+        name, infer, live, body = OTHERS[kind]
+        yield Target(name, url, process.pid, infer, live, body, b"7.0,7.0,7.0")
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=10.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
-if "--serve-lit" in sys.argv:  # LitServe's workers import this module, with these arguments, and look for the class
-    import litserve as lit
-
-    class Lookup(lit.LitAPI):  # type: ignore[misc, name-defined]
-        def setup(self, device: str) -> None:
-            self.table = np.repeat(np.arange(TABLE, dtype=np.float32)[:, None], 32, axis=1)
-
-        def predict(self, request: Any) -> Any:
-            return {"y": self.table[int(request["input"])].tolist()}
-
-
-def serve_lit() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    announce(f"http://127.0.0.1:{port}")
-    lit.LitServer(Lookup(), accelerator="cpu").run(host="127.0.0.1", port=port, generate_client_file=False)
+def is_ready(port: int, path: str) -> bool:
+    asked = HTTPConnection("127.0.0.1", port, timeout=5.0)
+    with contextlib.suppress(OSError, HTTPException):
+        asked.request("GET", path)
+        return asked.getresponse().status == 200
+    return False
 
 
 async def everything(server: Served, o: Any, until: float) -> tuple[Counter[str], dict[str, Any]]:
     """Faults and attacks of all kinds at random, some at once, beside clients; memory and descriptors meanwhile."""
-    rng, target, work = np.random.default_rng(o.seed), target_of(server), requests(np.random.default_rng(0), 2000)
+    target, work = target_of(server), requests(np.random.default_rng(0), 2000)
     kinds = [*FAULTS, *ATTACKS, *TEXT_ATTACKS]
-    outcomes, end, counts, held = Counter[str](), asyncio.Event(), Counter[str](), list[tuple[float, int]]()
-    load = asyncio.create_task(run_clients(server.url, work, outcomes, o.clients, end))
+    outcomes, end, counts, held = Counter[str](), asyncio.Event(), Counter[str](), list[dict[str, tuple[float, int]]]()
+    killed_at = 0.0
 
-    async def harm() -> None:
+    def note(outcome: str) -> None:
+        killed = outcome == "dropped" and time.monotonic() - killed_at < NOTICED_S
+        outcomes["of a killed worker" if killed else outcome] += 1
+
+    async def harm(rng: np.random.Generator) -> None:
+        nonlocal killed_at
         while time.monotonic() < until - 2 * MOST_S:
             name, pause_s = kinds[rng.integers(len(kinds))], rng.uniform(0.1, 3.0)
             counts[name] += 1
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LONGEST_S):
                     if name in FAULTS:
+                        killed_at = time.monotonic() if name == "worker-killed" else killed_at
                         await FAULTS[name][1](server)
                     else:
                         seconds = rng.uniform(1.0, MOST_S)
                         await (ATTACKS | TEXT_ATTACKS)[name][1](target, time.monotonic() + seconds)
             await asyncio.sleep(pause_s)
 
-    harming = asyncio.gather(harm(), harm())
+    load = asyncio.create_task(run_clients(server.url, work, note, o.clients, end))
+    await asyncio.sleep(CALM_S)
+    calm = {"before": target.held()}
+    harming = asyncio.gather(*(harm(np.random.default_rng([o.seed, k])) for k in range(2)))
     while not harming.done():
         held.append(target.held())
+        if len(held) % 12 == 0:
+            print(f"{len(held) // 12} min", dict(outcomes), flush=True)
         await asyncio.wait({harming}, timeout=5.0)
     await harming
     end.set()
@@ -597,11 +619,13 @@ async def everything(server: Served, o: Any, until: float) -> tuple[Counter[str]
     async with connections() as session:
         server.processes.wait_until(server.has_standby)
         after = Counter([await each.ask(session, server.url) for each in work[:200]])
-    quarter = max(1, len(held) // 4)
-    parts = {"first": held[:quarter], "last": held[-quarter:]}
-    return outcomes, {"seed": o.seed, "kinds": dict(counts), "after": dict(after), "held": {
-        name: {"mb": float(np.median([mb for mb, _ in part])), "descriptors": float(np.median([n for _, n in part]))}
-        for name, part in parts.items()}}  # fmt: skip
+    await asyncio.sleep(CALM_S)
+    calm["after"] = target.held()
+    names = sorted({name for each in held for name in each})
+    tenths = [held[len(held) * k // 10 : len(held) * (k + 1) // 10] or held[-1:] for k in range(10)]
+    return outcomes, {"seed": o.seed, "kinds": dict(counts), "after": dict(after), "calm": calm, "medians of tenths": {name: {
+        what: [float(np.median([each.get(name, (0.0, 0))[k] for each in part])) for part in tenths]
+        for k, what in enumerate(("mb", "descriptors"))} for name in names}}  # fmt: skip
 
 
 class Prober:
@@ -662,7 +686,8 @@ async def campaign(server: Served, o: Any, until: float) -> tuple[Counter[str], 
     work = requests(np.random.default_rng(0), 2000)
     outcomes, end, faults, prober = Counter[str](), asyncio.Event(), dict[str, Any](), Prober(server, work)
     probing = asyncio.create_task(prober.run())
-    load = asyncio.create_task(run_clients(server.url, work, outcomes, o.clients, end))
+    note = lambda outcome: outcomes.update([outcome])  # noqa: E731
+    load = asyncio.create_task(run_clients(server.url, work, note, o.clients, end))
     names = [*FAULTS] if o.faults == "all" else o.faults.split(",")
     if o.faults != "none":
         await inject(names, server, prober, faults, until)
@@ -698,11 +723,10 @@ def main() -> None:
     parser.add_argument("--attacks", help=f"all, or some of {', '.join([*ATTACKS, *TEXT_ATTACKS])}")
     parser.add_argument("--minutes", type=float, help="of all faults and attacks at random")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve-lit", action="store_true", help="internal")
+    others = "Python of an environment with litserve or nvidia-pytriton, whose servers are attacked too"
+    parser.add_argument("--others", type=Path, default=Path(sys.executable), help=others)
     o = parser.parse_args()
-    if o.serve_lit:
-        serve_lit()
-    elif o.attacks:
+    if o.attacks:
         attacks(o)
     elif o.minutes:
         with served(o.device, o.workers, texts=True) as server:
@@ -719,9 +743,10 @@ def attacks(o: Any) -> None:
     seconds = min(o.seconds, MOST_S)
     with served(o.device, o.workers, texts=True) as server:
         found["paellapy"] = asyncio.run(attack_all(target_of(server), names, seconds))
-    if find_spec("litserve") is not None:
-        with litserve() as target:
-            found["LitServe"] = asyncio.run(attack_all(target, names, seconds))
+    script = Path(__file__).with_name("other_servers.py")
+    for kind in subprocess.check_output([o.others, script, "which"], text=True).split():
+        with other(kind, o.others) as target:
+            found[target.kind] = asyncio.run(attack_all(target, names, seconds))
     known = {kind: {each["attack"]: each for each in rows} for kind, rows in found.items()}
     head = ["attack", *(f"{kind}, p99 ms / MB added" for kind in ("paellapy", "LitServe", "Triton"))]
     rows = [head]
