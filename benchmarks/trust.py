@@ -623,9 +623,11 @@ async def everything(server: Served, o: Any, until: float) -> tuple[Counter[str]
     calm["after"] = target.held()
     names = sorted({name for each in held for name in each})
     tenths = [held[len(held) * k // 10 : len(held) * (k + 1) // 10] or held[-1:] for k in range(10)]
-    return outcomes, {"seed": o.seed, "kinds": dict(counts), "after": dict(after), "calm": calm, "medians of tenths": {name: {
+    medians = {name: {
         what: [float(np.median([each.get(name, (0.0, 0))[k] for each in part])) for part in tenths]
-        for k, what in enumerate(("mb", "descriptors"))} for name in names}}  # fmt: skip
+        for k, what in enumerate(("mb", "descriptors"))} for name in names}  # fmt: skip
+    about = {"seed": o.seed, "kinds": dict(counts), "after": dict(after), "calm": calm}
+    return outcomes, {**about, "medians of tenths": medians}
 
 
 class Prober:
