@@ -13,8 +13,10 @@ import errno
 import json
 import math
 import os
+import resource
 import socket
 import ssl
+import sys
 import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
@@ -30,6 +32,7 @@ from paellapy.serving.logs import log
 
 UNFINISHED_S = 3.0  # once the server stops: for requests that have begun to arrive, and for clients that take no bytes
 LOOK_S = 0.02
+KEPT_DESCRIPTORS = 256  # not for connections
 MOST_SEARCHED, MOST_CUTS = 1 << 14, 16  # bytes of input in which a header Upgrade is looked for, and how often
 
 
@@ -44,6 +47,8 @@ _END = b"\r\n\r\n"  # of a header
 _LATE = _refusal("408 Request Timeout", "the header did not arrive in time")
 _LONG = _refusal("431 Request Header Fields Too Large", "the header is longer than this server accepts: send less")
 _FULL = _refusal("503 Service Unavailable", "the server holds as many bytes as it may: try again")
+_CROWDED_SAID = "the server has as many connections as its limit on open files allows: try again"
+_CROWDED = _refusal("503 Service Unavailable", _CROWDED_SAID)
 # Messages of aiohttp's parser, which may quote bytes of the request, and the texts sent in their place
 _MISTAKES = {
     "Too many headers": "the request has more headers than this server accepts: send fewer",
@@ -77,14 +82,14 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         "__weakref__", "_began", "_content", "_header_bytes", "_header_end", "_held", "_limits", "_log_rejected",
-        "_note", "_peer", "_rest", "_send_timeout_s", "_send_timer", "_timer", "_to_client", "_unread_answers",
-        "_unsent", "fresh",
+        "_most_descriptor", "_note", "_peer", "_rest", "_send_timeout_s", "_send_timer", "_timer", "_to_client",
+        "_unread_answers", "_unsent", "fresh",
     )  # fmt: skip
 
     def __init__(self, manager: Connections, *, log_rejected: bool, **options: Any) -> None:
         super().__init__(manager, **options)
         self._limits, self._unread_answers, self._log_rejected = manager.limits, manager.unsent, log_rejected
-        self._note = manager.note
+        self._note, self._most_descriptor = manager.note, manager.most_descriptor
         self._began = False  # a part of a header has arrived
         self._header_bytes, self._held = 0, manager.held  # of that part
         self._header_end = b""  # its last bytes
@@ -101,6 +106,11 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._to_client = cast(asyncio.Transport, transport)  # uvloop's class only has the methods of one
+        accepted = transport.get_extra_info("socket")
+        if accepted is not None and accepted.fileno() > self._most_descriptor:
+            self._note(503, _CROWDED_SAID, self.peer)
+            self._to_client.write(_CROWDED)
+            self._to_client.close()
         if transport.get_extra_info("sslcontext") is None:  # uvloop's TLS would never report that it has sent all
             self._to_client.set_write_buffer_limits(high=0)  # reports each answer that is not sent at once
         self._timer = self._loop.call_later(self._limits.header_timeout_s, self._too_late)
@@ -317,6 +327,14 @@ class Connection(web.RequestHandler):
             await asyncio.sleep(LOOK_S)
 
 
+def most_descriptor() -> int:
+    """The largest descriptor that a connection may have. The system gives the least that is free; those above are for
+    memory that the engine's process shares, for files, and for the connection to it.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft - min(soft // 4, KEPT_DESCRIPTORS)
+
+
 class Connections(web.Server):
     """Makes the connections, and knows the answers that their clients have not taken yet."""
 
@@ -340,6 +358,7 @@ class Connections(web.Server):
         self.limits, self.unsent = limits, unsent or ResponseBudget(limits.max_held_bytes)
         self.held, self.note = held or RequestBudget(limits.max_held_bytes), note
         self._connection = connection
+        self.most_descriptor = most_descriptor()
         # Accepted but not open yet, as in a TLS handshake
         self.accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
 

@@ -43,7 +43,11 @@ class SharedBlock:
     @staticmethod
     def of(fd: int) -> SharedBlock:
         """Maps a block of another process; this object owns the descriptor from now on."""
-        return SharedBlock(0, fd)
+        try:
+            return SharedBlock(0, fd)
+        except OSError:
+            os.close(fd)
+            raise
 
     @property
     def address(self) -> int:

@@ -7,6 +7,7 @@ executed. A message too large for a packet is placed in shared memory, and the p
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections import deque
@@ -126,10 +127,9 @@ class Channel:
         for _ in range(64):
             try:
                 packet, descriptors, flags, _ = socket.recv_fds(self._socket, 2 * PACKET_BYTES, MOST_DESCRIPTORS)
-                if flags & socket.MSG_CTRUNC:  # some are lost; a worker asks for all of them again on a new connection
+                if flags & socket.MSG_CTRUNC:  # some are lost
                     _close_all(descriptors)
-                    log.error("too many files are open to take memory from another process: raise `ulimit -n`")
-                    packet, descriptors = b"", []
+                    packet, descriptors = self._too_many_files()
             except BlockingIOError:
                 return
             except OSError:
@@ -139,9 +139,21 @@ class Channel:
                 return
             for fd in descriptors:
                 os.set_inheritable(fd, False)
-            self._take(_decode(packet), descriptors)
+            try:
+                self._take(_decode(packet), descriptors)
+            except OSError as e:  # a descriptor more is needed while memory is mapped
+                if e.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                _close_all(descriptors)
+                self._too_many_files()
+                self.close()
             if self.closed:
                 return
+
+    def _too_many_files(self) -> tuple[bytes, list[int]]:
+        """What ends this connection: a worker asks for everything again on a new one."""
+        log.error("too many files are open to take memory from another process: raise `ulimit -n`")
+        return b"", []
 
     def _take(self, message: Message, descriptors: list[int]) -> None:
         if message.elsewhere:

@@ -290,14 +290,20 @@ class EngineLink:
             for fd in fds:
                 os.close(fd)
             raise EngineAwayError(AWAY)
-        state, bell_fd, wake_fd, stage = fds
+        try:
+            state, stage = SharedBlock.of(fds.pop(0)), SharedBlock.of(fds.pop())
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        bell_fd, wake_fd = fds
         link = Link(
             Limits(**data["limits"]),
             self._producer,
-            SharedBlock.of(state),
+            state,
             bell_fd,
             wake_fd,
-            SharedBlock.of(stage),
+            stage,
             data["stage_address"],
             self._policies(""),
             data["device"],

@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import os
+import resource
 import socket
 import ssl
 import threading
@@ -224,6 +225,30 @@ def test_unfinished_headers_are_bounded_in_sum():
         assert ask(server, "POST", INFER, BODY)[0] == 200
         opened.close()
         server.wait_until(lambda: server.service.held.nbytes == 0)
+
+
+def test_connections_leave_descriptors_for_the_server():
+    live = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, ((highest + 60) * 4 // 3, hard))  # a quarter is kept
+    try:
+        with running([scale_model(batch=(1,))]) as server, Client(server) as first, contextlib.ExitStack() as opened:
+            first.send(live)
+            assert first.answer()[0] == 200
+            taken = 0
+            while taken < highest + 60:
+                taken = os.dup(0)
+                opened.callback(os.close, taken)
+            with Client(server) as late:
+                assert late.answer()[0] == 503
+                assert late.closed
+            first.send(live)
+            assert first.answer()[0] == 200
+            opened.close()
+            assert ask(server, "POST", INFER, BODY)[0] == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def hostile(kind: str, n: int) -> bytes:
