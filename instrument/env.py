@@ -175,9 +175,16 @@ def erase_progress() -> None:
 
 
 def _stderr() -> Any:
+    return console(stderr=True)
+
+
+def console(**options: Any) -> Any:
+    """A rich console that says no more once its reader is gone. Rich would end the process, which may be a server."""
     from rich.console import Console  # imported only if a line is shown
 
-    return Console(stderr=True)
+    found: Any = Console(**options)
+    found.on_broken_pipe = lambda: setattr(found, "quiet", True)
+    return found
 
 
 @contextlib.contextmanager

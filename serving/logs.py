@@ -206,6 +206,19 @@ class Output(logging.StreamHandler[Any]):
             old.close()
 
 
+def open_streams() -> None:
+    """Opens the null device in place of standard streams that are closed. A connection would get their descriptors, and
+    a client what libraries print.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the least descriptor that is free, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(fd, "w" if fd else "r", closefd=False, encoding="utf-8"))
+
+
 def open_log(file: str) -> io.TextIOWrapper:
     try:
         return open(file, "a", encoding="utf-8")

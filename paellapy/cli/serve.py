@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
+from paellapy.instrument.env import console
 from paellapy.instrument.errors import PaellaError
 
 if TYPE_CHECKING:
@@ -70,8 +70,9 @@ def serve(
     """Serve models over HTTP (Open Inference Protocol v2). Ctrl-C or SIGTERM finishes requests in flight and stops."""
     from paellapy.serving.api import serve_config
     from paellapy.serving.config import load_config
-    from paellapy.serving.logs import log
+    from paellapy.serving.logs import log, open_streams
 
+    open_streams()
     named = {
         "server.host": host, "server.port": port, "server.admin_port": admin_port, "server.workers": workers,
         "device": device, "policy": policy,
@@ -160,33 +161,33 @@ def picture(image: NDArray[np.float32]) -> str:
     return "\n".join("  " + "".join(_SHADES[k] * 2 for k in row) for row in levels)
 
 
-def show_addresses(console: Console, url: str, names: Sequence[str]) -> None:
+def show_addresses(screen: Any, url: str, names: Sequence[str]) -> None:
     """Prints what is served where, each address by itself, so that it can be copied for curl."""
     flag = ""
     if url.startswith("unix:"):
         flag, url = f"--unix-socket {url.removeprefix('unix:')} ", "http://localhost"
     said = " ".join(["Serving", *filter(None, [", ".join(names)])])
-    console.print(f"\n{said} at {flag}{url}/v2", markup=False)
+    screen.print(f"\n{said} at {flag}{url}/v2", markup=False)
     for what, path in (("dashboard", "/"), ("documentation", "/docs"), ("metrics", "/metrics")):
-        console.print(f"  {what:14s} {flag}{url}{path}", markup=False)
+        screen.print(f"  {what:14s} {flag}{url}{path}", markup=False)
 
 
 def announce_demo(url: str, loaded: Sequence[str]) -> None:
     """Prints how to use a demo server that is ready, with its loaded models."""
     from paellapy import demo
 
-    console = Console(soft_wrap=True, highlight=False)
-    show_addresses(console, url, loaded)
+    screen = console(soft_wrap=True, highlight=False)
+    show_addresses(screen, url, loaded)
     if "cnn" in loaded:
         images, labels = demo.held_out()
-        console.print(f"\nA handwritten {labels[0]} that no model has seen:\n{picture(images[0])}")
-        console.print("Classify it (the answer is score:digit):\n")
-        console.print(f"curl -s {url}/v2/models/cnn/infer -d '{digit_request(images[0])}'", markup=False)
+        screen.print(f"\nA handwritten {labels[0]} that no model has seen:\n{picture(images[0])}")
+        screen.print("Classify it (the answer is score:digit):\n")
+        screen.print(f"curl -s {url}/v2/models/cnn/infer -d '{digit_request(images[0])}'", markup=False)
     if demo.AUSTEN.name in loaded:
-        console.print("\nLet a small model, trained on Jane Austen's novels, go on with a text:\n")
+        screen.print("\nLet a small model, trained on Jane Austen's novels, go on with a text:\n")
         body = json.dumps({"model": demo.AUSTEN.name, "prompt": "It is a truth", "max_tokens": 60})
-        console.print(f"curl -s {url}/v1/completions -d '{body}'", markup=False)
-    console.print("\nCtrl-C finishes requests in flight and stops.")
+        screen.print(f"curl -s {url}/v1/completions -d '{body}'", markup=False)
+    screen.print("\nCtrl-C finishes requests in flight and stops.")
 
 
 # -- the message of a server that is ready
@@ -215,7 +216,7 @@ def _announce(url: str, config: Config, source: Source, instead: Announce | None
     flags = "" if key is None else ' -H "X-API-Key: $KEY"'
     if config.tls is not None:
         flags += f" --cacert {source.folder / config.tls.certificate}"
-    console = Console(soft_wrap=True, highlight=False)
+    screen = console(soft_wrap=True, highlight=False)
     try:
         index = _get(f"{url}/v2/repository/index", key, b"{}")
         names = [each["name"] for each in index if each["state"] == "READY"]
@@ -223,12 +224,12 @@ def _announce(url: str, config: Config, source: Source, instead: Announce | None
             instead(url, names)
             return
         command = request_line(url, _get(f"{url}/v2/models/{names[0]}", key), flags)
-        show_addresses(console, url, names)
-        console.print(command, markup=False)
+        show_addresses(screen, url, names)
+        screen.print(command, markup=False)
         sys.stdout.flush()
     except (OSError, PaellaError, ValueError, LookupError):  # the server is ready in any case
         with contextlib.suppress(OSError):  # a full device, or a reader that is gone
-            show_addresses(console, url, ())
+            show_addresses(screen, url, ())
             sys.stdout.flush()
 
 

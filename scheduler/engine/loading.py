@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paellapy.instrument.env import console
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import Backend, Launches, LoadedModel, device_lock, write_handles
 from paellapy.scheduler.core import profiles as core_profiles
@@ -108,17 +109,15 @@ def shown(times: LoadTimes) -> Iterator[None]:
 def _watch(times: LoadTimes, ended: threading.Event) -> None:
     if ended.wait(PATIENCE_S) or os.environ.get("PAELLAPY_QUIET"):
         return
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if console.is_jupyter or not console.is_terminal:  # one line: a line that is redrawn needs a terminal
+    shown_at = console(stderr=True)
+    if shown_at.is_jupyter or not shown_at.is_terminal:  # one line: a line that is redrawn needs a terminal
         if _log.isEnabledFor(logging.INFO) and _log.hasHandlers():
             _log.info("loading %s: %s …", times.model, times.doing)
         else:
-            console.print(f"loading {times.model}: {times.doing} …", highlight=False, soft_wrap=True)
+            shown_at.print(f"loading {times.model}: {times.doing} …", highlight=False, soft_wrap=True)
         return
     began = time.perf_counter() - PATIENCE_S
-    with console.status("") as line:
+    with shown_at.status("") as line:
         while not ended.wait(0.1):
             line.update(f"loading {times.model}: {times.doing}, {time.perf_counter() - began:.0f} s")
 

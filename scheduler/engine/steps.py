@@ -1,8 +1,8 @@
 """Python functions before and after a model, in threads or processes of the model's own.
 
 A function is called for one request at a time. It ends with its request: a request that is late or cancelled is taken
-out of the queue, and a process that works on one is ended after GRACE_S. A thread cannot be ended; its result is
-dropped.
+out of the queue, and a process that works on one is ended after GRACE_S. A thread cannot be ended: its result is
+dropped, and another thread takes its place, MOST_LOST times at most.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from paellapy.scheduler.models.model import Model
 
 GRACE_S = 1.0  # for a process whose request nobody waits for any more, before it is ended
 LOOK_S = 0.05  # between two looks whether somebody still waits
+MOST_LOST = 64  # threads of a model, in calls that do not return, in whose place others have come
 
 # The threads of one model's steps.
 
@@ -108,12 +109,14 @@ class StepPool:
         self._turns: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
         self._lock, self._requests, self._closing = threading.Lock(), 0, False
         self._workers = model.workers
+        self._at: dict[int, _Turn] = {}  # what each thread does, by its number
+        self._lost: set[int] = set()  # threads whose places others have taken
+        self._started_threads = 0
         self.processes: set[StepProcess] = set()
         first = [self._started()] if self._packed else []  # reports what cannot be imported there
-        for k in range(model.workers):
+        for _ in range(model.workers):
             mine = first.pop() if first else None
-            # Python would wait at its end for other threads than daemons, even for one that never returns
-            threading.Thread(target=self._work, args=(mine,), name=f"{model.name} step {k}", daemon=True).start()
+            self._start_thread(mine)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
@@ -151,7 +154,7 @@ class StepPool:
         try:
             return await asyncio.wrap_future(turn.future)
         except asyncio.CancelledError:
-            turn.withdraw()
+            self._withdraw(turn)
             raise
 
     def run_sync(self, step: str, values: Values, deadline_ns: int) -> dict[str, Any]:
@@ -165,11 +168,35 @@ class StepPool:
         except DeadlineError:
             raise
         except TimeoutError:
-            turn.withdraw()
+            self._withdraw(turn)
             raise late(self._name, step) from None
         except BaseException:  # for example KeyboardInterrupt
-            turn.withdraw()
+            self._withdraw(turn)
             raise
+
+    def _withdraw(self, turn: _Turn) -> None:
+        turn.withdraw()
+        with self._lock:
+            runs_on = turn in self._at.values()
+        if runs_on and not self._packed:
+            looking = threading.Timer(GRACE_S, self._replace, (turn,))
+            looking.daemon = True
+            looking.start()
+
+    def _replace(self, turn: _Turn) -> None:
+        """Starts a thread in place of that which is still in this call: it may never return."""
+        with self._lock:
+            for number, each in self._at.items():
+                if each is turn and len(self._lost) < MOST_LOST:
+                    self._lost.add(number)
+                    self._start_thread(None)
+
+    def _start_thread(self, process: StepProcess | None) -> None:
+        number = self._started_threads
+        self._started_threads += 1
+        # Python would wait at its end for other threads than daemons, even for one that never returns
+        name = f"{self._name} step {number}"
+        threading.Thread(target=self._work, args=(number, process), name=name, daemon=True).start()
 
     def _made(self, step: str, found: Any) -> Any:
         try:
@@ -179,10 +206,17 @@ class StepPool:
 
     # -- in the pool's threads
 
-    def _work(self, process: StepProcess | None) -> None:
+    def _work(self, number: int, process: StepProcess | None) -> None:
         while (turn := self._turns.get()) is not None:
             if turn.future.set_running_or_notify_cancel():
+                with self._lock:
+                    self._at[number] = turn
                 process = self._do(turn, process)
+                with self._lock:
+                    del self._at[number]
+                    if number in self._lost:
+                        self._lost.discard(number)
+                        return
             del turn  # its values
         if process is not None:
             self._drop(process)

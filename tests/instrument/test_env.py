@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -209,6 +210,15 @@ def test_long_work_shows_a_line_and_short_work_none(
     with env.progress("working …", patience_s=60.0):
         pass
     assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_is_gone_ends_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(BrokenPipeError), open(writer, "w") as gone:  # it still has the text
+        shown = env.console(file=gone)
+        shown.print("nobody reads this")
+        assert shown.quiet
 
 
 def test_progress_can_be_turned_off(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

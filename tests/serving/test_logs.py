@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import sys
 
 import pytest
@@ -101,6 +102,19 @@ def test_a_log_that_nobody_reads_holds_nobody_up_and_says_what_it_dropped():
         reader.close()
         log_one()  # the reader is gone
         assert output.dropped == 1
+
+
+def test_closed_streams_are_not_given_to_connections():
+    code = """if True:
+        import os, socket, sys
+        os.close(1), os.close(2)
+        sys.stdout = sys.stderr = None  # as Python starts without them
+        from paellapy.serving.logs import open_streams
+        open_streams()
+        print("nobody reads this", file=sys.stderr)
+        sys.exit(os.fstat(1).st_rdev != os.fstat(2).st_rdev or socket.socket().fileno() < 3)
+    """
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_log_on_a_full_device_is_dropped():

@@ -22,6 +22,7 @@ from paellapy.scheduler.core.errors import (
     StepError,
     UnknownModelError,
 )
+from paellapy.scheduler.engine import steps
 
 DEVICE = "virtual:h200"
 STEPS = {"before": read, "after": say, "takes": TAKES, "gives": GIVES}
@@ -93,6 +94,20 @@ def test_the_deadline_holds_for_a_function_too(engine):
     with pytest.raises(DeadlineError):
         engine.infer_sync("words", {"text": "hang"}, deadline_ms=50)
     check(engine.infer_sync("words", {"text": "4"}, deadline_ms=60_000), 4)
+
+
+def test_threads_that_never_return_are_replaced(monkeypatch):
+    monkeypatch.setattr(steps, "GRACE_S", 0.0)
+    monkeypatch.setattr(steps, "MOST_LOST", 3)
+    with pp.Engine(DEVICE) as engine:
+        engine.load(stepped(workers=1))
+        for k in range(4):
+            with pytest.raises(DeadlineError):
+                engine.infer_sync("words", {"text": "hang"}, deadline_ms=20)
+            if k < 3:
+                check(engine.infer_sync("words", {"text": "4"}), 4)
+        with pytest.raises(DeadlineError):
+            engine.infer_sync("words", {"text": "4"}, deadline_ms=20)
 
 
 def test_a_killed_process_fails_its_request_only():
