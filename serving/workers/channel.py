@@ -23,6 +23,7 @@ from paellapy.scheduler.core.processes import SharedBlock
 from paellapy.serving.logs import log
 
 PACKET_BYTES = 1 << 15
+WITHDRAWN = "withdrawn"  # an event: nobody waits for the call of this number
 WANT_LENGTH = "want_length"  # a worker's event: requests want a model at this length
 MOST_DESCRIPTORS = 250  # per packet; Linux allows 253
 
@@ -66,6 +67,10 @@ class Channel:
         try:
             self._send(Message(CALL, number, name, data))
             return await future
+        except asyncio.CancelledError:
+            if not self.closed:
+                self._send(Message(EVENT, number, WITHDRAWN, None))
+            raise
         finally:
             self._waiting.pop(number, None)
 

@@ -32,10 +32,19 @@ from paellapy.serving.logs import configure, log
 from paellapy.serving.preflight import spare_objects, stop_sparing
 from paellapy.serving.registry import READY, Entry, Registry, entry_of
 from paellapy.serving.reload import FIXED, Reloader, check_secrets
-from paellapy.serving.rpc import Calls
+from paellapy.serving.rpc import STEP, Calls
 from paellapy.serving.server import end_now, ends, failure_of
 from paellapy.serving.tensors import told_specs
-from paellapy.serving.workers.channel import CALL, HELLO, MOST_DESCRIPTORS, STATE, WANT_LENGTH, Channel, Message
+from paellapy.serving.workers.channel import (
+    CALL,
+    HELLO,
+    MOST_DESCRIPTORS,
+    STATE,
+    WANT_LENGTH,
+    WITHDRAWN,
+    Channel,
+    Message,
+)
 from paellapy.serving.workers.supervisor import (
     CONFIGURATION_TAKEN,
     IS_READY,
@@ -138,6 +147,7 @@ class _Worker:
         self.texts: WorkersTexts | None = None
         self.producer = 0
         self.knows: set[tuple[int, int]] = set()  # rows and generations whose memory it has
+        self.steps: dict[int, asyncio.Task[None]] = {}  # calls of functions before and after models, by their numbers
 
 
 class EngineHost:
@@ -202,10 +212,11 @@ class EngineHost:
             task.cancel()
         self._calls.close()
 
-    def _keep(self, work: Any) -> None:
+    def _keep(self, work: Any) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _accept(self) -> None:
         assert self._listening is not None
@@ -224,7 +235,13 @@ class EngineHost:
         for fd in descriptors:
             os.close(fd)
         if message.kind == CALL:
-            self._keep(self._answer(worker, message))
+            task = self._keep(self._answer(worker, message))
+            if message.name == STEP:  # a model is loaded though nobody waits
+                worker.steps[message.number] = task
+                task.add_done_callback(lambda _: worker.steps.pop(message.number, None))
+        elif message.name == WITHDRAWN:
+            if (step := worker.steps.get(message.number)) is not None:
+                step.cancel()
         elif message.name == CANCEL and worker.texts is not None:
             worker.texts.cancel(message.data)
         elif message.name == WANT_LENGTH:
@@ -275,6 +292,8 @@ class EngineHost:
         self._tell(worker)
 
     def _lost(self, worker: _Worker) -> None:
+        for step in worker.steps.values():
+            step.cancel()
         self._keep(self._take_back(worker))
 
     async def _take_back(self, worker: _Worker) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
+import time
 
 import numpy as np
 import pytest
+from raw_client import Client
 from served_models import words
 from serving_processes import processes
 from serving_server import ask, running
@@ -104,6 +107,16 @@ def test_a_failing_function_is_answered_with_500_and_harms_nobody(server):
     for word in ("break", "short", "exit"):
         assert infer(server, in_json(["1", word], [2], **TWO))[0] == 500
         assert infer(server, in_json(["1"], [1], **TWO))[1]["words"]["data"] == ["2"]
+
+
+def test_functions_that_hang_end_with_their_clients(server):
+    body, _ = in_json(["hang"], [1], **TWO)
+    head = f"POST {PATH}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with contextlib.ExitStack() as opened:
+        for _ in range(words()[0].workers):
+            opened.enter_context(Client(server)).send(head.encode() + body)
+        time.sleep(0.2)  # all of the model's threads are busy
+    assert infer(server, in_json(["1"], [1], **TWO))[1]["words"]["data"] == ["2"]
 
 
 def test_long_texts_go_in_binary(server):
