@@ -593,7 +593,8 @@ async def everything(server: Served, o: Any, until: float) -> tuple[Counter[str]
         nonlocal killed_at
         while time.monotonic() < until - 2 * MOST_S:
             name, pause_s = kinds[rng.integers(len(kinds))], rng.uniform(0.1, 3.0)
-            if name.startswith("engine") and not server.has_standby():
+            ends_engine = name.startswith("engine") or (name.startswith("bad-value") and o.device == "cuda")
+            if ends_engine and not server.has_standby():
                 await asyncio.sleep(0.1)  # else no engine would live long enough to answer
                 continue
             counts[name] += 1
@@ -735,13 +736,39 @@ def main() -> None:
     if o.attacks:
         attacks(o)
     elif o.minutes:
-        with served(o.device, o.workers, texts=True) as server:
-            outcomes, found = asyncio.run(everything(server, o, time.monotonic() + 60 * o.minutes))
-        found |= {"minutes": o.minutes, "outcomes": dict(outcomes), "commit": commit(), "cores": os.cpu_count()}
-        print(json.dumps(found, indent=1))
-        print(save("trust_hour", found, None, o.out))
+        at_random(o)
     else:
         recoveries(o)
+
+
+def at_random(o: Any) -> None:
+    """Adds a run to those that are stored."""
+    with served(o.device, o.workers, texts=True) as server:
+        outcomes, found = asyncio.run(everything(server, o, time.monotonic() + 60 * o.minutes))
+    found |= {"minutes": o.minutes, "outcomes": dict(outcomes), "commit": commit(), "cores": os.cpu_count()}
+    files = {"virtual H200": "trust_hour", "H200": "trust_hour_h200"}
+    gpu = "virtual H200" if o.device.startswith("virtual") else "H200"
+    by_gpu = {name: stored(file, o.out).get("runs", []) for name, file in files.items()}
+    by_gpu[gpu] = [each for each in by_gpu[gpu] if each["seed"] != o.seed] + [found]
+    rows = quoted_hours(by_gpu)
+    show("everything at once", rows[0], rows[1:])
+    print(save(files[gpu], {"runs": by_gpu[gpu]}, None, o.out, tables={"trust-hour": rows}))
+
+
+def quoted_hours(by_gpu: dict[str, list[Any]]) -> list[list[str]]:
+    rows = [["GPU", "minutes", "faults and attacks", "checked requests", "right", "refused, or past a deadline",
+             "of killed workers", "connection ended", "wrong", "without an answer", "answered with 500",
+             "MB, first and last tenth", "descriptors"]]  # fmt: skip
+    counted = ("of a killed worker", "dropped", "wrong", "lost", "500")
+    for gpu, run in ((gpu, run) for gpu, runs in by_gpu.items() for run in runs):
+        outcomes, tenths = Counter(run["outcomes"]), run["medians of tenths"].values()
+        refused = outcomes["refused"] + outcomes["unavailable"]
+        counts = [sum(outcomes.values()), outcomes["right"], refused, *(outcomes[each] for each in counted)]
+        held = [" → ".join(f"{sum(each[what][k] for each in tenths):,.0f}" for k in (0, -1))
+                for what in ("mb", "descriptors")]  # fmt: skip
+        injected = f"{sum(run['kinds'].values()):,} of {len(run['kinds'])} kinds"
+        rows.append([gpu, f"{run['minutes']:g}", injected, *(f"{n:,}" for n in counts), *held])
+    return rows
 
 
 def attacks(o: Any) -> None:
