@@ -18,7 +18,10 @@ STEP_BYTES = 1 << 18  # decompressed per step
 FREE_BYTES = 1 << 20
 MAX_RATIO = 100
 
-_unpacking = ThreadPoolExecutor(2, thread_name_prefix="unpack")  # its threads start on demand
+SHORT_BYTES = 1 << 14  # of a packed body: such bodies do not wait behind longer ones, which may be bombs
+# Their threads start on demand
+_unpacking = ThreadPoolExecutor(2, thread_name_prefix="unpack")
+_unpacking_short = ThreadPoolExecutor(1, thread_name_prefix="unpack short")
 _WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
@@ -79,7 +82,8 @@ async def unpacked(body: bytes, coding: str, max_bytes: int, held: RequestBudget
     """`unpack`, in one of a few threads where it may take long, so that the event loop goes on."""
     if len(body) * MAX_RATIO <= IN_THREAD_BYTES:
         return memoryview(unpack(body, coding, max_bytes, held))
-    found = asyncio.get_running_loop().run_in_executor(_unpacking, unpack, body, coding, max_bytes, held)
+    pool = _unpacking_short if len(body) <= SHORT_BYTES else _unpacking
+    found = asyncio.get_running_loop().run_in_executor(pool, unpack, body, coding, max_bytes, held)
     return memoryview(await found)
 
 

@@ -25,6 +25,7 @@ from paellapy.serving.tensors import NOT_JSON
 MOST_CHOICES = 128  # texts that one request may ask for
 MOST_STOPS, LONGEST_STOP = 16, 1000
 MOST_STOP_IDS = 1024
+MOST_MESSAGES = 4096  # of a chat: more are not made into a text, which would hold the interpreter
 MOST_VALUES = 1 << 17  # of JSON: commas in a body, beyond two for each token of the longest context
 KEPT_BYTES = 64  # of memory, besides its characters, for a text of an answer that is kept
 COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
@@ -185,6 +186,9 @@ def read_chat(body: bytes | memoryview) -> Asked:
         raise _unsupported("modalities", "models write text")
     if not given.messages:
         raise RequestError("messages is empty: give at least one message", field="messages", given=0, limit=1)
+    if (count := len(given.messages)) > MOST_MESSAGES:
+        said = f"the chat has {count:,} messages: send at most {MOST_MESSAGES:,}"
+        raise RequestError(said, field="messages", given=count, limit=MOST_MESSAGES)
     sampling = _sampling(given)
     if given.max_completion_tokens is not None:
         sampling["max_tokens"] = given.max_completion_tokens

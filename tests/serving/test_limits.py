@@ -90,6 +90,18 @@ def test_packed_bodies_are_read(server, coding):
     assert ask(server, "POST", INFER, bare, {"Content-Encoding": "deflate", **KEY})[0] == 200
 
 
+def test_short_packed_bodies_do_not_wait_behind_long_ones(server):
+    release = threading.Event()
+    waiting = [compression._unpacking.submit(release.wait) for _ in range(2)]
+    try:
+        packed = gzip.compress(BODY[:-1] + b',"id":"' + os.urandom(800).hex().encode() + b'"}')
+        assert len(packed) * compression.MAX_RATIO > compression.IN_THREAD_BYTES
+        assert ask(server, "POST", INFER, packed, {"Content-Encoding": "gzip", **KEY})[0] == 200
+    finally:
+        release.set()
+    assert all(each.result(20) for each in waiting)
+
+
 @pytest.mark.parametrize(
     ("coding", "body", "status"),
     [

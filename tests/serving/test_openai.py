@@ -16,6 +16,7 @@ from paellapy.serving.errors import RequestError
 from paellapy.serving.openai import (
     DONE,
     MOST_CHOICES,
+    MOST_MESSAGES,
     MOST_STOPS,
     Answer,
     Asked,
@@ -151,6 +152,7 @@ def test_a_wrong_field_of_a_completion_is_named(fields: Any, name: str) -> None:
     ("fields", "name"),
     [
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": ""}] * (MOST_MESSAGES + 1)}, "messages"),
         ({"messages": ["a"]}, "messages[0]"),
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
