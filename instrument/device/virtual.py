@@ -40,7 +40,7 @@ from paellapy.instrument.gpu_model.parts import part
 from paellapy.instrument.ptx.compiled import Draft
 from paellapy.instrument.ptx.descriptor import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
-from paellapy.instrument.triton_ir.memory_ops import know, memory_at, note_addresses
+from paellapy.instrument.triton_ir.memory_ops import know, memory_at, note_addresses, storage_bytes
 
 # --- kernel arguments on the virtual GPU: NumPy arrays and PyTorch's CPU tensors, read and written in place -----------
 
@@ -139,7 +139,7 @@ def as_array(tensor: Any) -> NDArray[Any]:
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return np.empty(tuple(tensor.shape), dtype)
-    memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    memory = storage_bytes(storage)
     size = dtype.itemsize
     strides = tuple(size * s for s in tensor.stride())
     return np.ndarray(tuple(tensor.shape), dtype, memory.data, size * tensor.storage_offset(), strides)

@@ -425,7 +425,7 @@ Known = TypeVar("Known", bound=Array)
 _BYTES = ELEMENTS["i8"]
 _known: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
 _seen: dict[int, weakref.ref[Any]] = {}  # tensors, by the addresses of their memory
-# Tensors, by the address that their data_ptr() gave.
+# Tensors and storages, by the address that was asked for.
 _asked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -436,19 +436,23 @@ def know(array: Known) -> Known:
 
 
 def note_addresses(torch: Any) -> None:
-    """Notes the tensors whose address is asked for: tables of addresses are made of these."""
-    ask = torch.Tensor.data_ptr
-    if hasattr(ask, "of_paellapy"):
+    """Notes the tensors and storages whose address is asked for: tables of addresses are made of these."""
+    if hasattr(torch.Tensor.data_ptr, "of_paellapy"):
         return
 
-    @functools.wraps(ask)
-    def data_ptr(tensor: Any) -> int:
-        address: int = ask(tensor)
-        _asked[address] = tensor
-        return address
+    def noting(ask: Any, address_of: Any) -> Any:
+        @functools.wraps(ask)
+        def asked(thing: Any, *args: Any, **kwargs: Any) -> Any:
+            found = ask(thing, *args, **kwargs)
+            _asked[address_of(found)] = thing
+            return found
 
-    data_ptr.of_paellapy = True  # type: ignore[attr-defined]
-    torch.Tensor.data_ptr = data_ptr
+        asked.of_paellapy = True  # type: ignore[attr-defined]
+        return asked
+
+    torch.Tensor.data_ptr = noting(torch.Tensor.data_ptr, int)
+    torch.UntypedStorage.data_ptr = noting(torch.UntypedStorage.data_ptr, int)
+    torch.Tensor.numpy = noting(torch.Tensor.numpy, lambda array: array.__array_interface__["data"][0])
 
 
 def memory_at(address: int) -> Array | None:
@@ -464,14 +468,24 @@ def _bytes(lowest: Array, size: int) -> Array:
 
 
 def _memory(thing: Any) -> Array | None:
-    """The memory of a PyTorch tensor on the CPU."""
+    """The memory of a PyTorch tensor or storage on the CPU."""
     torch: Any = sys.modules["torch"]
-    if thing.device.type != "cpu" or thing.layout != torch.strided:
+    if isinstance(thing, torch.UntypedStorage):
+        storage = thing
+    elif thing.device.type != "cpu" or thing.layout != torch.strided:
         return None
-    storage = thing.untyped_storage()
+    else:
+        storage = thing.untyped_storage()
     if storage.device.type != "cpu" or not storage.nbytes():  # a tensor that stands for another one has no memory
         return None
-    memory: Array = torch.empty(0, dtype=torch.int8).set_(storage).numpy()
+    return storage_bytes(storage)
+
+
+def storage_bytes(storage: Any) -> Array:
+    """The memory of a PyTorch storage, which is not noted."""
+    torch: Any = sys.modules["torch"]
+    as_numpy = getattr(torch.Tensor.numpy, "__wrapped__", torch.Tensor.numpy)
+    memory: Array = as_numpy(torch.empty(0, dtype=torch.int8).set_(storage))
     return memory
 
 

@@ -234,20 +234,29 @@ def test_all_objects_are_searched_only_for_tensors_whose_address_nobody_asked_fo
     found = memory_ops.live_instances
     monkeypatch.setattr(memory_ops, "live_instances", lambda kind: searches.append(1) or found(kind))
 
-    def reached(tensors: Any, ask: Any = lambda t: t.untyped_storage().data_ptr()) -> int:
+    def reached(tensors: Any, ask: Any) -> int:
         searches.clear()
         table, out = torch.tensor([ask(t) for t in tensors]), torch.zeros(len(tensors), 64)
         pp.kernel(through_table)[len(tensors),](table, out, 64)
         assert torch.equal(out, torch.stack(tensors))
         return len(searches)
 
+    def nobody(tensor: Any) -> int:
+        return int(memory_ops.storage_bytes(tensor.untyped_storage()).ctypes.data)
+
     tensors = [torch.randn(64) for _ in range(3)]
-    assert reached(tensors) == 1
-    assert reached(tensors) == 0
+    assert reached(tensors, nobody) == 1
+    assert reached(tensors, nobody) == 0
     del tensors[1]
     tensors.append(torch.randn(64))
-    assert reached(tensors) <= 1
-    assert reached([torch.randn(64) for _ in range(3)], lambda t: t.data_ptr()) == 0
+    assert reached(tensors, nobody) <= 1
+    for ask in (
+        lambda t: t.data_ptr(), lambda t: t.untyped_storage().data_ptr(), lambda t: t.numpy().ctypes.data,
+        lambda t: np.asarray(t).ctypes.data,
+    ):  # fmt: skip
+        fresh = [torch.randn(64) for _ in range(3)]
+        assert reached(fresh, ask) == 0
+        assert reached(fresh, ask) == 0
     assert reached([torch.randn(2, 64)[1] for _ in range(3)], lambda t: t.data_ptr()) == 0
 
 
