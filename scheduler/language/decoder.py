@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,21 +79,11 @@ class Decoder:
         kernels.embed[(batch,)](
             rows, state.tokens, w["embed"], x, state.table, pages, D=c.width, BLOCK=next_power_of_2(c.width)
         )  # fmt: skip
-        parts = self._parts(batch)
-        heads = max(_FEWEST_HEADS, next_power_of_2(c.group))
-        of_parts = batch * c.kv_heads * parts * heads
-        partial, sums = self._new(of_parts, c.head_width, dtype=np.float32), self._new(of_parts, 2, dtype=np.float32)
-        arrived = self._zeros(batch * c.kv_heads)
-        qkv, mixed, wide = self._new(batch, c.qkv_width), self._new(batch, c.heads * c.head_width), None
+        attend, mixed = self.attention(rows), self._new(batch, c.heads * c.head_width)
+        qkv, wide = self._new(batch, c.qkv_width), None
         for k in range(c.layers):
             self._product(x, w[f"{k}.qkv"], qkv, norm=w[f"{k}.norm1"])
-            kernels.attend[batch, c.kv_heads, parts](
-                qkv, w.get(f"{k}.qkv_bias"), w.get(f"{k}.q_norm"), w.get(f"{k}.k_norm"), w["cosines"], w["sines"], rows,
-                state.table, state.keys[k], state.values[k], partial, sums, arrived, mixed, pages, EPS=c.norm_eps,
-                SCALE=c.head_width**-0.5, WINDOW=c.window, PRECISION=self._precision, H=c.heads, KV=c.kv_heads,
-                HD=c.head_width, PAGE=PAGE, G=c.group, GP=heads, S=parts, BN=64,
-                num_stages=2, launch_pdl=True,
-            )  # fmt: skip
+            attend(qkv, k, mixed)
             self._product(mixed, w[f"{k}.out"], x, residual=x)
             wide = self._gated(x, k, wide)
             self._product(wide, w[f"{k}.down"], x, residual=x)
@@ -135,6 +125,27 @@ class Decoder:
         return self._choose(x, rows, out, rows)
 
     # -- parts of a step
+
+    def attention(self, rows: Any) -> Callable[[Any, int, Any], None]:
+        """Launches a layer's attention of one new token per row: takes queries, keys and values, the layer, and where
+        the results go.
+        """
+        c, w, state, batch = self.config, self.weights, self.state, rows.shape[0]
+        parts, heads = self._parts(batch), max(_FEWEST_HEADS, next_power_of_2(c.group))
+        of_parts = batch * c.kv_heads * parts * heads
+        partial, sums = self._new(of_parts, c.head_width, dtype=np.float32), self._new(of_parts, 2, dtype=np.float32)
+        arrived = self._zeros(batch * c.kv_heads)
+
+        def attend(qkv: Any, k: int, mixed: Any) -> None:
+            kernels.attend[batch, c.kv_heads, parts](
+                qkv, w.get(f"{k}.qkv_bias"), w.get(f"{k}.q_norm"), w.get(f"{k}.k_norm"), w["cosines"], w["sines"], rows,
+                state.table, state.keys[k], state.values[k], partial, sums, arrived, mixed, state.table.shape[1],
+                EPS=c.norm_eps, SCALE=c.head_width**-0.5, WINDOW=c.window, PRECISION=self._precision, H=c.heads,
+                KV=c.kv_heads, HD=c.head_width, PAGE=PAGE, G=c.group, GP=heads, S=parts, BN=64,
+                num_stages=2, launch_pdl=True,
+            )  # fmt: skip
+
+        return attend
 
     def _choose(self, x: Any, rows: Any, out: Any, picked: Any) -> Any:
         c, w, batch = self.config, self.weights, rows.shape[0]

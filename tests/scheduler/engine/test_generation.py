@@ -51,9 +51,14 @@ def reference(folder: Path) -> Any:
     return family("Qwen3", folder)
 
 
+@pytest.fixture(scope="module", params=["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def engine(folder: Path, reference: Any) -> Iterator[pp.Engine]:
-    with pp.Engine("virtual:h200") as made:
+def engine(where: str, folder: Path, reference: Any) -> Iterator[pp.Engine]:
+    with pp.Engine(where) as made:
         made.load(tiny(folder))
         yield made
         check_at_rest(made.state)
@@ -77,22 +82,27 @@ def tokens_of(generation: Any) -> list[int]:
     return [piece.token for piece in generation]
 
 
-def test_greedy_texts_are_those_of_the_library_whatever_shares_the_engine(engine: pp.Engine, reference: Any) -> None:
+def test_greedy_texts_are_those_of_the_library_whatever_shares_the_engine(
+    engine: pp.Engine, where: str, reference: Any
+) -> None:
+    """Prompts enter in chunks and share pages, texts come and go, and the youngest are computed again."""
     import torch
+
+    given = prompts(100 if where == "cuda" else 10)
 
     async def texts() -> list[list[int]]:
         async def one(prompt: list[int], n: int) -> list[int]:
             writing = engine.generate("tiny", prompt, max_tokens=n, temperature=0, ignore_eos=True)
             return [piece.token async for piece in writing]
 
-        return await asyncio.gather(*(one(prompt, 6 + k) for k, prompt in enumerate(prompts(10))))
+        return await asyncio.gather(*(one(prompt, 6 + k % 30) for k, prompt in enumerate(given)))
 
-    for k, (prompt, found) in enumerate(zip(prompts(10), asyncio.run(texts()), strict=True)):
+    for k, (prompt, found) in enumerate(zip(given, asyncio.run(texts()), strict=True)):
         with torch.no_grad():
             known = torch.tensor([prompt])
             wanted = reference.generate(
-                known, attention_mask=torch.ones_like(known), max_new_tokens=6 + k, do_sample=False, eos_token_id=None,
-                pad_token_id=0,
+                known, attention_mask=torch.ones_like(known), max_new_tokens=6 + k % 30, do_sample=False,
+                eos_token_id=None, pad_token_id=0,
             )[0, len(prompt) :].tolist()  # fmt: skip
         assert found == wanted
     counts = engine.stats()["language_models"]["tiny"]
@@ -100,11 +110,11 @@ def test_greedy_texts_are_those_of_the_library_whatever_shares_the_engine(engine
     assert counts["free_pages"] == counts["pages"] == 18
 
 
-def test_a_chunk_runs_at_a_larger_size_until_its_own_is_captured(engine: pp.Engine, folder: Path) -> None:
+def test_a_chunk_runs_at_a_larger_size_until_its_own_is_captured(engine: pp.Engine, where: str, folder: Path) -> None:
     options: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "repetition_penalty": 1.5}
     prompt = np.random.default_rng(2).integers(0, VOCABULARY, 50).tolist()
     wanted = tokens_of(engine.generate("tiny", prompt, **options))
-    with pp.Engine("virtual:h200") as fresh:
+    with pp.Engine(where) as fresh:
         fresh.load(tiny(folder, name="fresh", chunk=128))
         assert tokens_of(fresh.generate("fresh", prompt, **options)) == wanted
 
@@ -117,10 +127,10 @@ def test_a_seed_gives_the_same_text_beside_others(engine: pp.Engine) -> None:
     assert texts[0] == texts[2] == alone != texts[1]
 
 
-def test_a_paced_model_writes_the_same_beside_a_busy_one(engine: pp.Engine, folder: Path) -> None:
+def test_a_paced_model_writes_the_same_beside_a_busy_one(engine: pp.Engine, where: str, folder: Path) -> None:
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     alone = [tokens_of(engine.generate("tiny", "abc" * k, max_tokens=8 + k, **options)) for k in range(1, 6)]
-    with pp.Engine("virtual:h200", policy="slack") as paced, ThreadPoolExecutor(4) as pool:
+    with pp.Engine(where, policy="slack") as paced, ThreadPoolExecutor(4) as pool:
         paced.load(scale_model("other"))
         paced.load(tiny(folder, name="paced", tbt_ms=30, ttft_ms=1000))
         running = True
@@ -302,8 +312,8 @@ def test_weights_whose_rows_cannot_be_copied_in_blocks_are_refused(folder: Path,
         tiny(tmp_path)
 
 
-def test_texts_end_with_an_engine_and_are_finished_by_an_unload(folder: Path, reference: Any) -> None:
-    with pp.Engine("virtual:h200") as engine:
+def test_texts_end_with_an_engine_and_are_finished_by_an_unload(where: str, folder: Path, reference: Any) -> None:
+    with pp.Engine(where) as engine:
         engine.load(scale_model("other"))
         engine.load(tiny(folder))
         begun = [engine.generate("tiny", "abc", max_tokens=20, ignore_eos=True) for _ in range(6)]

@@ -1,4 +1,4 @@
-"""A decoder's steps on the virtual GPU against the library whose models they compute."""
+"""A decoder's steps against the library whose models they compute."""
 
 from __future__ import annotations
 
@@ -65,15 +65,16 @@ class Steps:
         return logits.numpy()[-1], chosen
 
 
+@pytest.mark.parametrize("where", ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_the_library(name: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_library(name: str, where: str, tmp_path: Path) -> None:
     import torch
 
     model = family(name, tmp_path)
     tokens = np.random.default_rng(1).integers(0, 300, 50).astype(np.int32)
     with torch.no_grad():
         wanted = model(torch.tensor(tokens[None].astype(np.int64))).logits[0].numpy()
-    with pp.Device("virtual:h200") as device:
+    with pp.Device(where) as device:
         steps = Steps(tmp_path, device)
         found = [(20, steps.prefill(tokens, 0, 20)), (33, steps.prefill(tokens, 20, 33, padding=3))]
         found += [(at + 1, steps.decode(int(tokens[at]), at, rows)) for at, rows in ((33, 1), (34, 3), (35, 1))]
