@@ -108,7 +108,14 @@ def networks() -> Iterator[tuple[str, str, Make]]:
         if not where.startswith(SKIPPED):
             modules.setdefault(where, []).append(name)
     for names in modules.values():
-        yield f"torchvision {(name := smallest(names))}", "vision", lambda name=name: models.get_model(name)
+        yield f"torchvision {(name := smallest(names))}", "vision", lambda name=name: torchvision_model(name)
+
+
+def torchvision_model(name: str) -> torch.nn.Module:
+    from torchvision import models
+
+    takes = inspect.signature(models.get_model_builder(name)).parameters
+    return models.get_model(name, **({"weights_backbone": None} if "weights_backbone" in takes else {}))
 
 
 def smallest(names: list[str]) -> str:
@@ -150,22 +157,27 @@ def pixels(net: torch.nn.Module, config: Any) -> tuple[int, int]:
     return (found, found) if isinstance(found, int) else (int(found[0]), int(found[1]))
 
 
+def on(net: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inputs where the module is."""
+    where = next(net.parameters()).device
+    return {key: t.to(where) for key, t in given.items()}
+
+
 def attempt(engine: pp.Engine, net: Any, kind: str, dtype: str, outputs: Sequence[str] = ()) -> dict[str, Any]:
     """Loads a model, and compares its answers to two requests with the module's own."""
-    given = [example(net, kind) for _ in range(2)]
+    given, numbers = [on(net, example(net, kind)) for _ in range(2)], getattr(torch, dtype)
     began, worst = time.perf_counter(), 0.0
     engine.load(pp.Model.from_torch(net, given[0], name="net", batch=BATCH, instances=1, dtype=dtype,
                                     outputs=outputs))  # fmt: skip
     seconds = time.perf_counter() - began
     try:
         for each in given:
-            arrays = {k: as_array(torch, t[0].to(getattr(torch, dtype) if t.is_floating_point() else t.dtype))
-                      for k, t in each.items()}  # fmt: skip
-            found = engine.infer_sync("net", arrays)
+            typed = {k: t.to(numbers) if t.is_floating_point() else t for k, t in each.items()}
+            found = engine.infer_sync("net", {k: as_array(torch, t[0].cpu()) for k, t in typed.items()})
             with torch.no_grad():
-                wanted = named_results("", net.float()(**each), outputs)
+                wanted = named_results("", net.to(numbers)(**typed), outputs)
             for key, tensor in wanted.items():
-                want = tensor[0].float().numpy()
+                want = tensor[0].float().cpu().numpy()
                 off = np.abs(found[key].astype(np.float32) - want).max(initial=0.0)
                 worst = max(worst, float(off) / max(float(np.abs(want).max(initial=0.0)), 1e-6))
     finally:
@@ -177,10 +189,11 @@ def attempt(engine: pp.Engine, net: Any, kind: str, dtype: str, outputs: Sequenc
 def outcome(engine: pp.Engine, make: Make, kind: str, dtype: str) -> dict[str, Any]:
     """Taken, with its error; or refused, with the remedies that were tried and what came of them."""
     torch.manual_seed(0)
+    where = "cuda" if engine.device.name.startswith("cuda") else "cpu"
     try:
-        net = make().eval()
+        net = make().eval().to(where)
         with torch.no_grad():
-            net(**example(net, kind))
+            net(**on(net, example(net, kind)))
     except Exception as e:  # the configuration needs more than `small` knows
         return {"not_built": f"{type(e).__name__}: {e}"[:120]}
     try:
@@ -191,7 +204,7 @@ def outcome(engine: pp.Engine, make: Make, kind: str, dtype: str) -> dict[str, A
     tried: dict[str, Any] = {}
     for remedy in remedies:
         setter, _, rest = remedy.partition("(")
-        again, outputs = make().eval(), []
+        again, outputs = make().eval().to(where), []
         if setter.startswith("set_"):
             getattr(again, setter)(rest.split('"')[1])
         elif remedy.startswith("outputs="):
@@ -254,13 +267,13 @@ def loading(o: Any) -> None:
         return
     for title in LOADED:  # the engine is closed: a capture that fails disturbs none of its own
         kind, make = made[title]
-        found[title]["capture_s"] = seconds_to(plain_capture, *on_device(make, kind, dtype))
+        found[title]["capture_s"] = seconds_to(plain_capture, *on_gpu(make, kind, dtype))
     ends = time.perf_counter() + o.seconds
     for title in LOADED:
         if time.perf_counter() < ends:
             torch._dynamo.reset()
             kind, make = made[title]
-            found[title]["compile_s"] = seconds_to(compiled, *on_device(make, kind, dtype))
+            found[title]["compile_s"] = seconds_to(compiled, *on_gpu(make, kind, dtype))
             print(title, found[title], flush=True)
     columns = ("load_s", "capture_s", "compile_s")
     rows: list[Sequence[object]] = [("model", "engine, s", "plain capture, s", "torch.compile, s")]
@@ -274,7 +287,7 @@ def loading(o: Any) -> None:
     save(name, found, device, o.out, tables={"model-loading-libraries": rows})
 
 
-def on_device(make: Make, kind: str, dtype: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def on_gpu(make: Make, kind: str, dtype: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A model and the inputs of one request in GPU memory."""
     net, numbers = make().eval(), getattr(torch, dtype)
     given = {k: t.cuda().to(numbers if t.is_floating_point() else t.dtype) for k, t in example(net, kind).items()}
