@@ -11,6 +11,7 @@ these kernels was used to fit the model. Processes compile and predict first; th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -42,7 +43,7 @@ LARGE = {
     "fla.swiglu": {"x": (8192, 4096), "y": (8192, 4096)},
     "jvp_flash_attention.attention": dict.fromkeys("qkv", (2, 8, 2048, 64)),
 }
-FEWEST, MOST = 4, 24  # configurations of a kernel; of more, MOST are taken evenly
+FEWEST, MOST = 4, 12  # configurations of a kernel; of more, MOST are taken evenly
 FIRST = 3  # the best should be among so many
 NOISE = 1.01  # times that differ less count as equal in the lenient figure
 
@@ -116,18 +117,26 @@ def launched(names: list[str], o: Any) -> Calls:
     return calls
 
 
-def predicted(calls: Calls, on_gpu: bool) -> dict[str, dict[str, float]]:
-    """By kernel and configuration: nanoseconds as the model has them. On a GPU, Triton compiles them too."""
-    rows: dict[str, dict[str, float]] = {}
+def predict(calls: Calls, on_gpu: bool, folder: Path) -> None:
+    """Writes a file for each kernel that no other process has begun: nanoseconds of each configuration by the model.
+
+    On a GPU, Triton compiles the configurations too, so that measuring need not.
+    """
     for name, (fn, grid, args, kwargs, configs) in calls.items():
         try:
+            (folder / name).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        try:
             ranked = pp.rank_configs(pp.kernel(fn, report=None), grid, *args, configs=configs, **kwargs)
-            rows[name] = {str(each.config): each.time_ns for each in ranked}
             for config in configs if on_gpu else ():
-                fn.run(*args, grid=grid, warmup=True, **{**kwargs, **config.all_kwargs()})
+                with contextlib.suppress(Exception):  # too much shared memory, for example
+                    fn.run(*args, grid=grid, warmup=True, **{**kwargs, **config.all_kwargs()})
+            part = folder / f"{name}.part"
+            part.write_text(json.dumps({str(each.config): each.time_ns for each in ranked}))
+            part.rename(folder / f"{name}.json")
         except Exception as e:
             print(f"{name}: {type(e).__name__}: {e}"[:300], flush=True)
-    return rows
 
 
 def measured(calls: Calls, wanted: set[str]) -> dict[str, dict[str, float]]:
@@ -166,38 +175,34 @@ def compared(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, Any]
 
 
 def in_processes(o: Any) -> dict[str, dict[str, float]]:
-    """What `predicted` says, from processes that share the operators."""
+    """The predicted times of each kernel's configurations, from processes that share the operators."""
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, f"{n}.json") for n in range(min(o.parallel, len(o.operators)))]
+        shares = [o.operators[n :: o.parallel] for n in range(min(o.parallel, len(o.operators)))]
         running = [
-            subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--operators", *o.operators[n :: len(files)],
-                              "--predict", str(file)], env=environment()) for n, file in enumerate(files)
+            subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--operators", *share, "--predict", folder],
+                             env=environment()) for share in shares
         ]  # fmt: skip
-        ends, found = time.monotonic() + o.seconds, {}
-        for each, file in zip(running, files, strict=True):
+        ends = time.monotonic() + o.seconds
+        for each in running:
             try:
                 each.wait(max(ends - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
                 each.kill()
-            if file.exists():
-                found |= json.loads(file.read_text())
-    return found
+        return {file.stem: json.loads(file.read_text()) for file in Path(folder).glob("*.json")}
 
 
 def main() -> None:
     parser = arguments(__doc__, device="cuda", quick=True, seconds=240.0)
     parser.add_argument("--operators", nargs="+", default=list(OPERATORS))
     parser.add_argument("--parallel", type=int, default=12, help="processes that compile and predict")
-    parser.add_argument("--predict", type=Path, help="be such a process: write the times to this file")
+    parser.add_argument("--predict", type=Path, help="be such a process: write the times to this folder")
     o = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.compiler.set_stance("force_eager")
     device = need_gpu("times of configurations") if o.device == "cuda" else pp.Device.open(o.device)
     with device:
         if o.predict:
-            part = o.predict.with_suffix(".part")
-            part.write_text(json.dumps(predicted(launched(o.operators, o), o.device == "cuda")))
-            part.rename(o.predict)
+            predict(launched(o.operators, o), o.device == "cuda", o.predict)
             return
         ours = in_processes(o)
         theirs = measured(launched(o.operators, o), set(ours))
