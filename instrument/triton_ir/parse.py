@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 
 from paellapy.instrument.errors import UnsupportedOpError
 from paellapy.instrument.triton_ir.types import Type, parse_type
@@ -76,10 +76,13 @@ def _marks(separator: str) -> re.Pattern[str]:
 
 
 _NOTED = re.compile(r'"|//|(?:(?<=[ ,(])|\A)loc\(')
+_USUAL = re.compile(r'((?:[^"/l]|l(?!oc\())*) loc\((#\w*)\)\Z')  # one location, at the end, and no strings
 
 
 def take_locations(line: str) -> tuple[str, str]:
     """Removes every ` loc(...)` of a line, outside strings; the last one is the op's own."""
+    if usual := _USUAL.match(line):
+        return usual[1].strip(), usual[2]
     out, loc, i, start = [], "unknown", 0, 0
     while found := _NOTED.search(line, i):
         i = found.start()
@@ -150,9 +153,15 @@ class Locations:
     """The `#loc` table of one module."""
 
     table: dict[str, str] = field(default_factory=dict)
+    _frames: dict[str, list[str]] = field(default_factory=dict)
 
     def frames(self, loc: str) -> list[str]:
         """Call stack of a location, innermost first, as `file:line` strings."""
+        if loc not in self._frames:
+            self._frames[loc] = self._found(loc)
+        return self._frames[loc]
+
+    def _found(self, loc: str) -> list[str]:
         for _ in range(64):  # MLIR cannot print a cycle, but the text may come from elsewhere
             loc = loc.strip()
             if loc.startswith("#"):
@@ -276,6 +285,39 @@ _FUNC = re.compile(r"^tt\.func (?:(public|private) )?@(\"[^\"]*\"|[\w$.\-]+)\(")
 _SUCCESSOR = re.compile(r"(\^\w+)(?:\(([^()]*)\))?")
 
 
+@lru_cache(4096)
+def _types(text: str, describes: bool) -> tuple[tuple[Type, ...], tuple[Type, ...], str]:
+    """The types of operands and results, and one that is not known: `A, B -> C`, `A to B`, `(A, B) -> (C, D)`,
+    `A * B -> C`, or one type for everything. `describes`: it makes a tensor descriptor."""
+    before, arrow, after = _arrow(text)
+    ins = [
+        x
+        for part in split_top(before.removeprefix("(").removesuffix(")") if before.startswith("(") else before)
+        for x in part.split(" * ")
+    ]
+    outs = split_top(after[1:-1] if after.startswith("(") and after.endswith(")") else after) if arrow else ins[-1:]
+    bad, found = "", ([], [])  # type: tuple[str, tuple[list[Type], list[Type]]]
+    for source, target in zip((ins, outs), found, strict=True):
+        for i, x in enumerate(source):
+            if x.startswith("<"):  # the prefix is omitted where the op allows only one kind of type
+                x = ("!tt.tensordesc" if describes and (i > 0 or source is outs) else "!tt.ptr") + x
+            try:
+                target.append(parse_type(x))
+            except (KeyError, ValueError):
+                bad = x
+    return tuple(found[0]), tuple(found[1]), bad
+
+
+def _arrow(text: str) -> tuple[str, bool, str]:
+    for mark in (" -> ", " to "):
+        pieces = split_top(" " + text + " ", mark) if mark in text else ()
+        if len(pieces) == 2:
+            return pieces[0], True, pieces[1]
+    if text.startswith("() -> "):
+        return "", True, text[6:].strip()
+    return text.strip(), False, ""
+
+
 class _Reader:
     def __init__(self, text: str, kernel: str) -> None:
         self.kernel = kernel
@@ -286,7 +328,8 @@ class _Reader:
             if line.startswith("#loc"):
                 name, _, value = line.partition(" = ")
                 value = value.strip()
-                self.locations.table[name.strip()] = value[4 : closing(value, 4) - 1]
+                end = len(value) if value.endswith(")") else closing(value, 4)
+                self.locations.table[name.strip()] = value[4 : end - 1]
             elif line and not line.startswith("//"):
                 self.lines.append(take_locations(line))
         self.pos = 0
@@ -399,37 +442,12 @@ class _Reader:
         op.operands = _SSA.findall(STRING.sub('""', op.body))
 
     def types(self, op: Op, text: str) -> None:
-        """`A, B -> C`, `A to B`, `(A, B) -> (C, D)`, `A * B -> C`, or one type for everything."""
+        """Sets the types of an op's operands and results."""
         if not text or op.successors or op.name == "cf.switch":
             return
-        before, arrow, after = self.arrow(text)
-        ins = [
-            x
-            for part in split_top(before.removeprefix("(").removesuffix(")") if before.startswith("(") else before)
-            for x in part.split(" * ")
-        ]
-        outs = split_top(after[1:-1] if after.startswith("(") and after.endswith(")") else after) if arrow else ins[-1:]
-        for source, target in ((ins, op.in_types), (outs, op.out_types)):
-            for i, x in enumerate(source):
-                if x.startswith("<"):  # the prefix is omitted where the op allows only one kind of type
-                    last = op.name == "tt.make_tensor_descriptor" and (i > 0 or target is op.out_types)
-                    x = ("!tt.tensordesc" if last else "!tt.ptr") + x
-                try:
-                    target.append(parse_type(x))
-                except (KeyError, ValueError):
-                    op.bad_type = x
-        if not op.results:
-            op.out_types = []
-
-    @staticmethod
-    def arrow(text: str) -> tuple[str, bool, str]:
-        for mark in (" -> ", " to "):
-            pieces = split_top(" " + text + " ", mark)
-            if len(pieces) == 2:
-                return pieces[0], True, pieces[1]
-        if text.startswith("() -> "):
-            return "", True, text[6:].strip()
-        return text.strip(), False, ""
+        ins, outs, bad = _types(text, op.name == "tt.make_tensor_descriptor")
+        op.in_types, op.out_types = list(ins), list(outs) if op.results else []
+        op.bad_type = bad or op.bad_type
 
     def loop(self, name: str, results: list[str], rest: str) -> Op:
         m = re.match(
