@@ -43,7 +43,7 @@ LARGE = {
     "fla.swiglu": {"x": (8192, 4096), "y": (8192, 4096)},
     "jvp_flash_attention.attention": dict.fromkeys("qkv", (2, 8, 2048, 64)),
 }
-FEWEST, MOST = 4, 12  # configurations of a kernel; of more, MOST are taken evenly
+FEWEST, MOST = 4, 10  # configurations of a kernel; of more, MOST are taken evenly
 FIRST = 3  # the best should be among so many
 NOISE = 1.01  # times that differ less count as equal in the lenient figure
 
@@ -98,7 +98,7 @@ def launched(names: list[str], o: Any) -> Calls:
     """What the operators launch."""
     from corpus import public
 
-    public._T, public._H, public._D = (128, 2, 64) if o.quick else (4096, 8, 128)
+    public._T, public._H, public._D = (128, 2, 64) if o.quick else (2048, 8, 128)
     on_gpu, cases = o.device == "cuda", public.cases()
     assert triton.runtime.driver.active  # chosen before the host code is told of a GPU
     with Calls() as calls:

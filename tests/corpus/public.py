@@ -329,13 +329,13 @@ FLA = [
 # jvp-flash-attention, torchao
 
 
-def _imported(path: str, **options: Any) -> Callable[[], Operator]:
+def _imported(path: str, *rest: Any, **options: Any) -> Callable[[], Operator]:
     """The function at "module:name", called with all inputs by position."""
 
     def find() -> Operator:
         module, _, name = path.partition(":")
         found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-        return lambda **given: found(*given.values(), **options)
+        return lambda **given: found(*given.values(), *rest, **options)
 
     return find
 
@@ -564,7 +564,7 @@ SMALLER = {
                    _decayed_inputs(slopes=True), constant=("s",)),
         PublicCase("no_decay", _imported("lightning_attn.ops.triton:lightning_attn2_no_decay"), _decayed,
                    _decayed_inputs(slopes=False)),
-        PublicCase("srmsnorm", _imported("lightning_attn.ops.triton.srmsnorm:_SrmsNorm.apply", eps=1e-6),
+        PublicCase("srmsnorm", _imported("lightning_attn.ops.triton.srmsnorm:_SrmsNorm.apply", 1e-6),
                    lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6), _normal(x=(24, 200))),
     ],
     "cut_cross_entropy": [_cut_case("plain"), _cut_case("capped", 20.0)],
@@ -586,12 +586,16 @@ SMALLER = {
 # -- FlagGems: operators of PyTorch's own, with the inputs of PyTorch's own tests
 
 
+def _gpus() -> int:
+    """How many there are, also while torch.cuda answers for the virtual GPU."""
+    return getattr(torch._C, "_cuda_getDeviceCount", int)()  # type: ignore[no-any-return]
+
+
 @functools.cache
 def _functions_of_flag_gems() -> dict[str, Any]:
     """By operator and overload. To import it needs a GPU, as the virtual GPU's host code says there is."""
     found = importlib.import_module("flag_gems")
-    # torch.cuda answers for the virtual GPU now, whose tensors are on the CPU.
-    if not getattr(torch._C, "_cuda_getDeviceCount", int)():
+    if not _gpus():  # tensors are on the CPU
         for module in [each for name, each in sys.modules.items() if name.startswith("flag_gems.")]:
             for attribute, value in list(vars(module).items()):
                 if isinstance(value, str) and value == "cuda":
@@ -662,7 +666,8 @@ def _gems(info: Any) -> PublicCase:
         torch.manual_seed(0)
         one = samples(kind)
         leaves, parts["tree"] = tree_flatten(((one.input, *one.args), one.kwargs))
-        parts["leaves"] = leaves
+        parts["leaves"] = ["cuda" if _gpus() and isinstance(leaf, (str, torch.device)) and str(leaf) == "cpu" else leaf
+                           for leaf in leaves]  # fmt: skip
         return {f"t{n}": leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
 
     def reference(**given: Tensor) -> Any:
