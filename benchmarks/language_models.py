@@ -1,6 +1,6 @@
-"""Language models of known shapes with random weights: a decode step against the bandwidth of the GPU's memory, tokens
-per second of many texts at once, latencies of a few clients, and chats beside best-effort work. The tokens mean
-nothing, the times do.
+"""Language models of known shapes with random weights: a decode step against the bandwidth of the GPU's memory and
+against bare replays of its graph, attention alone, tokens per second of many texts at once, with and without HTTP,
+latencies of a few clients, and how soon weights are back. The tokens mean nothing, the times do. Medians of all rounds.
 
     python benchmarks/language_models.py --shapes 0.6B 8B           on a GPU
     python benchmarks/language_models.py --quick                    a tiny model on the virtual GPU
@@ -11,24 +11,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import harness
 import ml_dtypes
 import numpy as np
-from models import Kind
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as token_models
 
 import paellapy as pp
-from paellapy.scheduler.language.model import step_sizes
+from paellapy.scheduler.language.config import read_config
+from paellapy.scheduler.language.decoder import Decoder, State, element_type
+from paellapy.scheduler.language.kernels import ROW
+from paellapy.scheduler.language.model import step_sizes, words_of
+from paellapy.scheduler.language.pages import PAGE
 from paellapy.scheduler.sim.chats import RECORDED
 
 # hidden size, layers, heads, heads of keys, width of a head, of the gated product, vocabulary, tied, family
@@ -40,15 +46,17 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool, str]] = {
     "8B": (4096, 32, 32, 8, 128, 14_336, 128_256, False, "Llama"),
 }
 STEP_BATCHES = (1, 32)
-PARTS = ("step", "offline", "latency", "beside")
+PARTS = ("attention", "step", "offline", "latency", "sse", "wake")
+USUAL = {"1B": ("step",), "4B": ("step",), "8B": ("attention", "step", "offline", "latency", "wake")}  # others: all
 PROMPTS = (250, 1000)  # tokens, of the texts whose latency is measured
 TBT_MS = 8  # the target of these texts
-TARGETS_MS = (3, 4, 6, 10)  # of chats beside best-effort work
+BARE = 200  # replays of a step's graph
+ATTENTION = 32, 4096  # texts, and tokens of each
+HTTP = 64, 64, 256  # clients, tokens of their prompts and answers
 STEP_PROMPT, STEP_TOKENS = 256, 256  # tokens before the steps that are timed, and their number
 PUBLISHED = {"nano-vllm": 19_638, "mini-sglang": 20_711}  # tokens/s offline, Qwen3-0.6B on an H200
 
-def write_folder(folder: Path, shape: str) -> None:
-    """A folder as the hub has it, with random weights."""
+def write_config(folder: Path, shape: str) -> None:
     width, layers, heads, kv, head, ffn, vocabulary, tied, family = SHAPES[shape]
     about = {
         "architectures": [f"{family}ForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
@@ -57,6 +65,12 @@ def write_folder(folder: Path, shape: str) -> None:
         "rms_norm_eps": 1e-6, "rope_theta": 1e6,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(about))
+
+
+def write_folder(folder: Path, shape: str) -> None:
+    """A folder as the hub has it, with random weights."""
+    width, layers, heads, kv, head, ffn, vocabulary, tied, family = SHAPES[shape]
+    write_config(folder, shape)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(token_models.BPE({c: k for k, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -91,9 +105,11 @@ def write_folder(folder: Path, shape: str) -> None:
 
 
 @contextmanager
-def engine_with(folder: Path, device: str, policy: str = "slack", **options: Any) -> Iterator[pp.Engine]:
-    with pp.Engine(device, policy=policy) as engine:
-        engine.load(pp.LanguageModel(folder, name="model", capture="ahead", **options))
+def engine_with(
+    folder: Path, device: str, policy: str = "slack", memory_bytes: int | None = None, **options: Any
+) -> Iterator[pp.Engine]:
+    with pp.Engine(device, policy=policy, memory_bytes=memory_bytes) as engine:
+        engine.load(pp.LanguageModel(folder, name="model", **{"capture": "ahead", **options}))
         yield engine
 
 
@@ -126,6 +142,37 @@ def step(engine: pp.Engine, shape: str, batch: int, tokens: int, bandwidth: floa
     found: dict[str, float] = {"ms": float(np.median(gaps)) * 1e3, "p99_ms": float(np.quantile(gaps, 0.99)) * 1e3,
              "bytes": read, "held_bytes": memory["weights_bytes"]}  # fmt: skip
     return found | ({"over_bytes": found["ms"] * 1e-3 * bandwidth / read} if bandwidth else {})
+
+
+def bare(engine: pp.Engine, batch: int, position: int) -> dict[str, float]:
+    """The graph of the same step, launched again and again behind itself without the engine: time of each launch. The
+    texts that were written last are all at this position.
+    """
+    from paellapy.instrument.device.driver import check, driver
+
+    loaded = next(each for each in engine.core.models.by_row.values() if each.model.name == "model decode")
+    k = [each.batch for each in loaded.profiles].index(batch)
+    at = next(n for n, each in enumerate(loaded.instances) if rows_of(each)["sequence"][:batch].all())
+    instance, graph, cu = loaded.instances[at], loaded.launches[at][k].whole, driver()
+    rows = rows_of(instance)
+    rows["position"][:batch], rows["place"][:batch] = position, -1
+    engine.device.activate()
+    stream = check(cu.cuStreamCreate(1), "making a stream")
+    events = [check(cu.cuEventCreate(0), "making an event") for _ in range(2)]
+    for event in events:
+        for _ in range(BARE):
+            check(cu.cuGraphLaunch(graph, stream), "launching a step")
+        check(cu.cuEventRecord(event, stream), "noting the time")
+    check(cu.cuStreamSynchronize(stream), "waiting for steps")
+    ms = check(cu.cuEventElapsedTime(*events), "reading the time") / BARE
+    instance.words[:] = instance.draining[:] = 0  # no launch of the engine's has ended
+    cu.cuStreamDestroy(stream)
+    return {"ms": float(ms)}
+
+
+def rows_of(instance: Any) -> Any:
+    rows = instance.inputs["rows"]
+    return rows.reshape(len(rows), -1).view(ROW)[:, 0]
 
 
 def weight_bytes(folder: Path) -> int:
@@ -188,89 +235,196 @@ def latency(engine: pp.Engine, shape: str, clients: int, rounds: int, prompt: in
             "tbt_p50_ms": float(np.median(tbt)), "tbt_p99_ms": float(np.quantile(tbt, 0.99))}  # fmt: skip
 
 
-def beside(engine: pp.Engine, shape: str, loop: Kind, chats: int, tokens: int, target: float) -> dict[str, float]:
-    """Chats beside a loop that asks again at once: time between tokens, and the loop's rate ÷ its rate alone."""
-    vocabulary, batch = SHAPES[shape][6], {"input": loop.inputs()[0]}
-    gaps: list[float] = []
-    ended = asyncio.Event()
-
-    async def chat(seed: int) -> None:
-        prompt = np.random.default_rng(seed).integers(0, vocabulary, 64).tolist()
-        last = 0.0
-        async for _ in engine.generate("model", prompt, max_tokens=tokens, temperature=0.6, ignore_eos=True):
-            now = time.perf_counter()
-            if last:
-                gaps.append((now - last) * 1e3)
-            last = now
-
-    async def loops(seconds: float) -> float:
-        answered, began = 0, time.perf_counter()
-
-        async def one() -> None:
-            nonlocal answered
-            while not ended.is_set() and time.perf_counter() - began < seconds:
-                await engine.infer(loop.label, batch)
-                answered += 1
-
-        await asyncio.gather(one(), one())
-        return answered / (time.perf_counter() - began)
-
-    async def both() -> tuple[float, float]:
-        alone = await loops(1.0)
-        task = asyncio.create_task(loops(math.inf))
-        await asyncio.gather(*(chat(k) for k in range(chats)))
-        ended.set()
-        return alone, await task
-
-    alone, shared = asyncio.run(both())
-    p50, p99 = np.quantile(gaps, (0.5, 0.99))
-    return {"in_time": float(np.mean(np.array(gaps) <= target)), "tbt_p50_ms": float(p50), "tbt_p99_ms": float(p99),
-            "loop": shared / alone}  # fmt: skip
+def attention(device: Any, bandwidth: float, small: bool) -> dict[str, float]:
+    """The kernel of one layer of 8B, whose keys and values no cache holds, against the bandwidth."""
+    config = config_of("tiny" if small else "8B")
+    texts, tokens = (2, 64) if small else ATTENTION
+    pages = -(-tokens // PAGE)
+    state = State.on(device, replace(config, layers=1), texts, tokens, texts * pages)
+    state.table.set(np.concatenate([np.zeros((1, pages)), 1 + np.arange(texts * pages).reshape(texts, pages)])
+                    .astype(np.int32))  # fmt: skip
+    rows = np.zeros(texts, ROW)
+    rows["sequence"], rows["position"], rows["place"] = 1 + np.arange(texts), tokens - 1, -1
+    weights = {"cosines": device.array(np.ones((tokens, config.head_width // 2), np.float32)),
+               "sines": device.array(np.zeros((tokens, config.head_width // 2), np.float32))}  # fmt: skip
+    qkv = device.array(np.ones((texts, config.qkv_width), element_type(config.dtype)))
+    mixed = device.empty((texts, config.heads * config.head_width), element_type(config.dtype))
+    attend = Decoder(config, weights, state, device.empty).attention(device.array(words_of(rows)))
+    attend(qkv, 0, mixed)
+    device.synchronize()
+    launches = 2 if small else 200
+    began = time.perf_counter()
+    for _ in range(launches):  # the host launches one in a tenth of the time that it takes
+        attend(qkv, 0, mixed)
+    device.synchronize()
+    ms = (time.perf_counter() - began) / launches * 1e3
+    read = 2 * texts * tokens * config.kv_heads * config.head_width * element_type(config.dtype).itemsize
+    return {"ms": ms, "bytes": read} | ({"of_bandwidth": read / bandwidth / (ms * 1e-3)} if bandwidth else {})
 
 
-def measure_beside(folder: Path, shape: str, o: Any) -> dict[str, Any]:
-    chats, tokens = (2, 4) if o.quick else (8, 400)
-    loop = Kind("tiny4", items=4) if o.quick else Kind("resnet50", items=64)
-    setups = [(f"slack, {t} ms", "slack", t, 0) for t in ((1000,) if o.quick else TARGETS_MS)]
-    setups += [("streams", "streams", TARGETS_MS[-1], 0), ("stream priorities", "streams", TARGETS_MS[-1], 1),
-               ("priority", "priority", TARGETS_MS[-1], 1)]  # fmt: skip
-    found = {}
-    for name, policy, target, priority in setups:
-        about = {"tbt_ms": target, "priority": priority, "sequences": chats, "context": 1024}
-        with engine_with(folder, o.device, policy, **about) as engine:
-            engine.load(loop.model((1,), 2, 0, o.device.partition(":")[0] if o.device.startswith("cuda") else "cpu"))
-            write_texts(engine, [(8, 4)] * chats, SHAPES[shape][6])
-            found[name] = beside(engine, shape, loop, chats, tokens, target)
-    return found
+def config_of(shape: str) -> Any:
+    with tempfile.TemporaryDirectory() as made:
+        write_config(Path(made), shape)
+        return read_config(made)
 
 
-def measure(shape: str, o: Any, bandwidth: float) -> dict[str, Any]:
+# -- over HTTP
+
+
+def sse(folder: Path, shape: str, o: Any) -> dict[str, Any]:
+    """Tokens per second that reach clients in other processes, and those of `engine.generate`, in turns."""
+    from paellapy.serving.config import ServerConfig
+    from paellapy.serving.registry import Registry, entry_of
+    from paellapy.serving.server import Server
+
+    clients, prompt, answer = (4, 8, 8) if o.quick else HTTP
+    model = pp.LanguageModel(folder, name="model", capture="ahead", sequences=clients, context=1024)
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    def within(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    with pp.Engine(o.device, policy="slack") as engine:
+        server = Server(Registry(engine, [entry_of(model)]), ServerConfig(port=0, grace_s=0.0, log_level="warning"))
+        within(server.start())
+        within(server.load())
+        found = []
+        for k in range(o.rounds + 1):  # the first one warms up
+            plain = clients * answer / write_texts(engine, [(prompt, answer)] * clients, SHAPES[shape][6])[0]
+            at, command = time.monotonic() + 3.0, [sys.executable, __file__, "--clients", server.url]
+            about = map(str, (clients // 2, prompt, answer, at))
+            running = [subprocess.Popen([*command, *each], stdout=subprocess.PIPE, text=True)
+                       for each in [list(about)] * 2]  # fmt: skip
+            said = [json.loads(each.communicate()[0]) for each in running]
+            tokens_s = sum(each["tokens"] for each in said) / (max(each["ended"] for each in said) - at)
+            if k:
+                found.append({"generate": plain, "sse": tokens_s, "ratio": tokens_s / plain})
+        within(server.stop())
+    loop.call_soon_threadsafe(loop.stop)
+    return {**rounds_of(found), "clients": clients}
+
+
+async def clients(url: str, count: int, prompt: int, answer: int, at: float) -> dict[str, Any]:
+    """Clients that stream a text each from this moment on."""
+    import aiohttp
+
+    async def one(session: Any, k: int) -> int:
+        body = {"model": "model", "prompt": [(7 * k + i) % 200 for i in range(prompt)], "max_tokens": answer,
+                "ignore_eos": True, "stream": True}  # fmt: skip
+        await asyncio.sleep(at - time.monotonic())
+        events = 0
+        async with session.post(f"{url}/v1/completions", json=body) as said:
+            async for line in said.content:
+                events += line.startswith(b"data: {")
+        return events
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        tokens = await asyncio.gather(*(one(session, k) for k in range(count)))
+    return {"tokens": sum(tokens), "ended": time.monotonic()}
+
+
+# -- weights that leave
+
+
+def wake(folder: Path, shape: str, o: Any) -> dict[str, Any]:
+    """From a request until its first token, with all weights on the host before; the time of the copy alone."""
+    nbytes = weight_bytes(folder)
+    options = {"sequences": 4, "context": 256, "chunk": 64, "kv_gb": 0.001 if o.quick else 0.3}
+    with engine_with(folder, o.device, memory_bytes=2 * nbytes + (8 << 30), **options) as engine:
+        given, found = list(range(32)), []
+        for k in range(o.rounds + 1):
+            warm = first_token(engine, given)
+            engine.evict("model")
+            began = time.perf_counter()
+            engine.prefetch("model")
+            moved = time.perf_counter() - began
+            engine.evict("model")
+            cold = first_token(engine, given)
+            if k:
+                found.append({"cold_ms": cold * 1e3, "warm_ms": warm * 1e3, "prefetch_ms": moved * 1e3})
+        link = measured_link(nbytes) if o.device.startswith("cuda") else 0.0
+    found = rounds_of(found)
+    return {**found, "bytes": nbytes, "link_ms": link * 1e3,
+            **({"over_link": found["cold_ms"] / (link * 1e3)} if link else {})}  # fmt: skip
+
+
+def first_token(engine: pp.Engine, prompt: list[int]) -> float:
+    began = time.perf_counter()
+    next(iter(engine.generate("model", prompt, max_tokens=1)))
+    return time.perf_counter() - began
+
+
+def measured_link(nbytes: int) -> float:
+    """Seconds in which this many bytes come from pinned memory, in pieces of a gibibyte at most."""
+    import torch
+
+    piece = min(nbytes, 1 << 30)
+    host = torch.empty(piece, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(piece, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        there.copy_(host, non_blocking=True)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return float(statistics.median(times[1:]) * nbytes / piece)
+
+
+# -- all
+
+
+def rounds_of(runs: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians, and each round."""
+    return {**harness.medians(runs), "rounds": {name: [run[name] for run in runs] for name in runs[0]}}
+
+
+def measure(shape: str, parts: Any, o: Any, bandwidth: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write_folder(folder, shape)
-        sequences, longest, texts = (4, 16, 6) if o.quick else (256, 1024, 256)
-        tokens, rounds = (6, 2) if o.quick else (128, 6)
         found: dict[str, Any] = {}
-        parts = o.parts
-        if {"step", "offline"} & {*parts}:
+        if {"step", "offline", "latency"} & {*parts}:
+            # Only 8B's targets are stated; without them, the order of its steps is that of other models
+            targets = {"ttft_ms": 100, "tbt_ms": TBT_MS} if "latency" in parts else {}
+            about = {"sequences": 4 if o.quick else 256, "chunk": 64 if o.quick else 2048}
             began = time.perf_counter()
-            with engine_with(folder, o.device, sequences=sequences, chunk=64 if o.quick else 2048) as engine:
+            with engine_with(folder, o.device, **about, **targets) as engine:
                 found["load_s"] = time.perf_counter() - began
-                for batch in (b for b in STEP_BATCHES if b <= sequences and "step" in parts):
-                    found[f"step {batch}"] = step(engine, shape, batch, 8 if o.quick else STEP_TOKENS, bandwidth)
-                for kind in ("decode", "prefill"):
-                    programs = engine.profile(f"model {kind}")
-                    found[f"{kind}_us"] = {str(each.batch): round(each.whole_ns * 1e-3, 1) for each in programs}
-                if "offline" in parts:
-                    found["offline"] = offline(engine, shape, texts, longest)
-        if "latency" in parts:
-            target = {"ttft_ms": 100, "tbt_ms": TBT_MS, "sequences": 4, "context": 2048}
-            with engine_with(folder, o.device, chunk=64 if o.quick else 1024, **target) as engine:
-                for prompt in (20,) if o.quick else PROMPTS:
-                    found[f"latency {prompt}"] = latency(engine, shape, 4, rounds, prompt, tokens)
-        if "beside" in parts:
-            found["beside"] = measure_beside(folder, shape, o)
+                found |= measure_engine(engine, shape, parts, o, bandwidth)
+        for name, part in (("sse", sse), ("wake", wake)):
+            if name in parts:
+                found[name] = part(folder, shape, o)
         return found
+
+
+def measure_engine(engine: pp.Engine, shape: str, parts: Any, o: Any, bandwidth: float) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    sequences, longest, texts, tokens = (4, 16, 6, 8) if o.quick else (256, 1024, 256, STEP_TOKENS)
+    for kind in ("decode", "prefill"):
+        programs = engine.profile(f"model {kind}")
+        found[f"{kind}_us"] = {str(each.batch): round(each.whole_ns * 1e-3, 1) for each in programs}
+    for batch in (b for b in STEP_BATCHES if b <= sequences and "step" in parts):
+        runs = []
+        for _ in range(o.rounds):
+            run = step(engine, shape, batch, tokens, bandwidth)
+            if bandwidth:
+                run["bare_ms"] = bare(engine, batch, STEP_PROMPT + tokens * 5 // 8)["ms"]
+                run["bare_over_bytes"] = run["bare_ms"] * 1e-3 * bandwidth / run["bytes"]
+                run["over_bare"] = run["ms"] / run["bare_ms"]
+            runs.append(run)
+        found[f"step {batch}"] = rounds_of(runs)
+    if "latency" in parts:
+        tokens, asked = (6, 2) if o.quick else (128, 6)
+        for prompt in (20,) if o.quick else PROMPTS:
+            runs = [latency(engine, shape, 4, asked, prompt, tokens) for _ in range(o.rounds)]
+            found[f"latency {prompt}"] = rounds_of(runs)
+    if "offline" in parts:
+        times = o.rounds if shape == "0.6B" else 1
+        found["offline"] = rounds_of([offline(engine, shape, texts, longest) for _ in range(times)])
+    return found
 
 
 def profiles(results: dict[str, Any]) -> dict[str, Any]:
@@ -293,50 +447,67 @@ def profiles(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows(results: dict[str, Any]) -> list[Any]:
-    head = ("shape", "batch 1 ÷ bytes", "batch 32 ÷ bytes", "offline, tokens/s",
-            *(f"{n} tokens: TTFT p50; TBT p50, p99, ms" for n in PROMPTS))  # fmt: skip
-    made: list[Any] = [head]
+    steps = (f"batch {n}: graph ÷ bytes; engine ÷ graph" for n in STEP_BATCHES)
+    late = (f"{n} tokens: TTFT p50; TBT p50, p99, ms" for n in PROMPTS)
+    made: list[Any] = [("shape", *steps, "offline, tokens/s", *late)]
     for shape, found in results["shapes"].items():
-        over = [f"{found[f'step {b}']['over_bytes']:.2f}" if "over_bytes" in found.get(f"step {b}", {}) else "–"
-                for b in STEP_BATCHES]  # fmt: skip
+        over = [f"{each['bare_over_bytes']:.2f}; {each['over_bare']:.3f}" if "over_bare" in each else "–"
+                for each in (found.get(f"step {b}", {}) for b in STEP_BATCHES)]  # fmt: skip
         rate = f"{found['offline']['tokens_s']:,.0f}" if "offline" in found else "–"
-        late = [f"{each['ttft_p50_ms']:.1f}; {each['tbt_p50_ms']:.2f}, {each['tbt_p99_ms']:.2f}" if each else "–"
+        times = [f"{each['ttft_p50_ms']:.1f}; {each['tbt_p50_ms']:.2f}, {each['tbt_p99_ms']:.2f}" if each else "–"
                 for each in (found.get(f"latency {n}") for n in PROMPTS)]  # fmt: skip
-        made.append((shape, *over, rate, *late))
+        made.append((shape, *over, rate, *times))
     return made
 
 
-def rows_beside(results: dict[str, Any]) -> list[Any]:
-    made: list[Any] = [("shape", "chats and a loop under", "in time", "TBT p50, ms", "p99, ms", "loop ÷ alone")]
-    for shape, found in results["shapes"].items():
-        for name, each in found.get("beside", {}).items():
-            made.append((shape, name, f"{100 * each['in_time']:.1f} %", f"{each['tbt_p50_ms']:.2f}",
-                         f"{each['tbt_p99_ms']:.2f}", f"{each['loop']:.2f}"))  # fmt: skip
-    return made
+def figures(results: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    if "of_bandwidth" in results.get("attention", {}):
+        found["language.attention"] = f"{results['attention']['of_bandwidth']:.2f}"
+    for shape, each in results["shapes"].items():
+        if "sse" in each:
+            found[f"language.sse.{shape}"] = f"{each['sse']['ratio']:.2f}"
+        if "over_link" in each.get("wake", {}):
+            found[f"language.wake.{shape}"] = f"{each['wake']['cold_ms']:.0f}"
+            found[f"language.wake-link.{shape}"] = f"{each['wake']['over_link']:.2f}"
+    return found
 
 
 def main() -> None:
-    parser = harness.arguments(__doc__, device="cuda", quick=True)
+    if sys.argv[1:2] == ["--clients"]:
+        url, *numbers, at = sys.argv[2:]
+        print(json.dumps(asyncio.run(clients(url, *map(int, numbers), float(at)))))
+        return
+    parser = harness.arguments(__doc__, device="cuda", quick=True, rounds=5)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B", "1B", "8B"])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: those that the issue of a shape needs")
     parser.add_argument("--profiles", action="store_true", help="write stored times of steps where simulations look")
     o = parser.parse_args()
     if o.profiles:
         RECORDED.write_text(json.dumps(profiles(harness.stored("language_models", o.out)), indent=1) + "\n")
         return
     if o.quick:
-        o.device, o.shapes = "virtual:h200", ["tiny"]
+        o.device, o.shapes, o.rounds = "virtual:h200", ["tiny"], 2
     with pp.Device(o.device) as device:
         bandwidth = measured_bandwidth(device)
-        shapes = harness.stored("language_models", o.out).get("shapes", {})
-        results: dict[str, Any] = {"bandwidth": bandwidth, "published": PUBLISHED, "shapes": shapes}
+        stored = harness.stored("language_models", o.out)
+        results: dict[str, Any] = {
+            "bandwidth": bandwidth, "published": PUBLISHED, "rounds": o.rounds,
+            "attention": stored.get("attention", {}), "shapes": stored.get("shapes", {}),
+        }  # fmt: skip
+        shapes = results["shapes"]
         for shape in o.shapes:
-            shapes[shape] = shapes.get(shape, {}) | measure(shape, o, bandwidth)
+            parts = o.parts or USUAL.get(shape, PARTS)
+            if "attention" in parts:
+                runs = [attention(device, bandwidth, o.quick) for _ in range(o.rounds)]
+                results["attention"] = rounds_of(runs)
+            shapes[shape] = shapes.get(shape, {}) | measure(shape, parts, o, bandwidth)
             harness.save("language_models", results, device, o.out)  # a later shape may fail
-        tables = {"language-models": rows(results), "language-models-beside": rows_beside(results)}
-        for name, (head, *lines) in tables.items():
-            harness.show(name, head, lines)
-        print(harness.save("language_models", results, device, o.out, tables=tables))
+        table = rows(results)
+        harness.show("language models", table[0], table[1:])
+        print(json.dumps(figures(results)))
+        tables = {"language-models": table}
+        print(harness.save("language_models", results, device, o.out, tables=tables, figures=figures(results)))
 
 
 if __name__ == "__main__":
