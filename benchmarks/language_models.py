@@ -463,13 +463,13 @@ def rows(results: dict[str, Any]) -> list[Any]:
 def figures(results: dict[str, Any]) -> dict[str, str]:
     found = {}
     if "of_bandwidth" in results.get("attention", {}):
-        found["language.attention"] = f"{results['attention']['of_bandwidth']:.2f}"
+        found["text.attention"] = f"{results['attention']['of_bandwidth']:.2f}"
     for shape, each in results["shapes"].items():
         if "sse" in each:
-            found[f"language.sse.{shape}"] = f"{each['sse']['ratio']:.2f}"
+            found[f"text.sse.{shape}"] = f"{each['sse']['ratio']:.2f}"
         if "over_link" in each.get("wake", {}):
-            found[f"language.wake.{shape}"] = f"{each['wake']['cold_ms']:.0f}"
-            found[f"language.wake-link.{shape}"] = f"{each['wake']['over_link']:.2f}"
+            found[f"text.wake.{shape}"] = f"{each['wake']['cold_ms']:.0f}"
+            found[f"text.wake-link.{shape}"] = f"{each['wake']['over_link']:.2f}"
     return found
 
 

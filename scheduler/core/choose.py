@@ -33,6 +33,7 @@ from paellapy.scheduler.core.requests import checked_rank, fill_instance_job, ra
 from paellapy.scheduler.core.shares import over_limit
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.throttle import admits, may_skip_admit, note_refused, update_top_priority
+from paellapy.scheduler.core.weights import holder
 
 AGAIN = -2
 
@@ -77,7 +78,7 @@ def activate(s: State, instance: int, now: int) -> bool:
         set_arena_holder(s, instance, instance)
         mark_model_dirty(s, inst.model)
         if s.residency[0].managed > 0:
-            s.weights[inst.model].served += 1
+            s.weights[holder(s, inst.model)].served += 1
         goes = not return_terms(s, instance, now)
         if not complete:
             return False

@@ -25,7 +25,15 @@ from paellapy.scheduler.core.instances import mark_instance_dirty
 from paellapy.scheduler.core.requests import rank_instance
 from paellapy.scheduler.core.rings import address, write_event
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.weights import copy_ns, in_use, recent_demand, start_ns, waiting_requests
+from paellapy.scheduler.core.weights import (
+    copy_ns,
+    first_waiting,
+    holder,
+    in_use,
+    recent_demand,
+    start_ns,
+    waiting_requests,
+)
 
 _WORD = np.uint64(8)
 STEPS = 64  # of priority, up and down, that count in the value of a model
@@ -75,10 +83,11 @@ def evict(s: State, m: int) -> None:
 
 @part
 def mark_instances_dirty(s: State, m: int) -> None:
-    """Marks the model's instances, since some may now compete or no longer compete."""
-    for k in range(s.model[m].n_instances):
-        if s.instance[s.model_instance[m, k]].state == codes.FILLING:
-            mark_instance_dirty(s, s.model_instance[m, k])
+    """Marks the instances that need these weights, since some may now compete or no longer compete."""
+    for user in (m, int(s.weights[m].also - 1)):
+        for k in range(s.model[user].n_instances if user >= 0 else 0):
+            if s.instance[s.model_instance[user, k]].state == codes.FILLING:
+                mark_instance_dirty(s, s.model_instance[user, k])
 
 
 # --- eviction -------------------------------------------------------------------------------------------------------
@@ -216,14 +225,14 @@ def next_to_load(s: State, now: int) -> int:
     for m in range(s.model.shape[0]):
         if s.model[m].state == codes.ABSENT or s.weights[m].location != codes.OFF_GPU:
             continue
-        instance = s.model[m].filling
+        instance = first_waiting(s, m)
         rank = np.inf
         if waiting_requests(s, m) == 0:
             if s.weights[m].prefetch == 0:
                 continue
             if now >= s.weights[m].ordered_ns + patience_ns(s, m):
                 rank = -np.inf
-        elif instance >= 0 and s.instance[instance].live > 0:
+        elif instance >= 0:
             rank = rank_instance(s, instance, now)
         first = found < 0 or rank < least
         if first or (rank == least and waiting_requests(s, m) > 0 and waiting_requests(s, found) == 0):
@@ -234,8 +243,8 @@ def next_to_load(s: State, now: int) -> int:
 @part
 def waiting_since_ns(s: State, m: int) -> float:
     """Since when the model's oldest request waits, or since when it was prefetched; NEVER if neither."""
-    instance = s.model[m].filling
-    if instance >= 0 and s.instance[instance].live > 0:
+    instance = first_waiting(s, m)
+    if instance >= 0:
         return float(s.instance[instance].arrival_ns)
     return float(s.weights[m].ordered_ns if waiting_requests(s, m) == 0 and s.weights[m].prefetch else codes.NEVER)
 
@@ -333,7 +342,7 @@ def fail_load(s: State, m: int, now: int) -> None:
     s.residency[0].failed += 1
     s.weights[m].location, s.weights[m].arrived, s.weights[m].evict_requested = codes.OFF_GPU, 0, 0
     for row in range(s.request.shape[0]):
-        if s.request[row].state != codes.UNUSED and s.request[row].model == m:
+        if s.request[row].state != codes.UNUSED and holder(s, s.request[row].model) == m:
             abort(s, row, codes.NO_WEIGHTS, now)
 
 

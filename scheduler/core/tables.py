@@ -423,6 +423,9 @@ WEIGHTS = np.dtype(
         ("keep", "i8"),  # AUTO …
         ("ns_per_byte", "f8"),  # of its copy, if not from host memory; 0: from host memory. Written by `WeightCache`
         ("locked", "i8"),  # 1: the weights stay, because a batch size of the model is being captured
+        # Two models with the same weights: 1 + the row of the one that holds them, and of the other one; 0: its own.
+        ("of", "i8"),
+        ("also", "i8"),
         # by the core
         ("location", "i8"),  # OFF_GPU …
         ("arrived", "i8"),  # number of chunks

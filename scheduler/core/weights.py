@@ -16,6 +16,12 @@ from paellapy.scheduler.core.state import State
 
 
 @part
+def holder(s: State, m: int) -> int:
+    """The model that holds the weights of this one: itself, or another one with the same weights."""
+    return int(s.weights[m].of - 1) if s.weights[m].of > 0 else m
+
+
+@part
 def copy_ns(s: State, m: int, nbytes: float) -> float:
     """The time to copy this number of bytes of a model's weights."""
     weights = s.weights[m]
@@ -25,7 +31,7 @@ def copy_ns(s: State, m: int, nbytes: float) -> float:
 @part
 def missing_bytes(s: State, m: int) -> int:
     """Bytes of a model's weights that are not on the GPU."""
-    weights = s.weights[m]
+    weights = s.weights[holder(s, m)]
     if s.residency[0].managed == 0 or weights.location == codes.RESIDENT:
         return 0
     return int(
@@ -52,7 +58,7 @@ def unblocked_ns(s: State, m: int, size: int, segment: int, now: float, stretch:
     """When a program can continue from a segment without waiting for weights; `now` if it can at once. Its segments
     take `stretch` times their time alone, and the first one `lead_ns` more.
     """
-    weights = s.weights[m]
+    weights = s.weights[holder(s, m)]
     found = now
     if s.residency[0].managed == 0 or weights.location == codes.RESIDENT:
         return float(found)
@@ -64,7 +70,7 @@ def unblocked_ns(s: State, m: int, size: int, segment: int, now: float, stretch:
             have = f.chunks
             before = stretch * (tail - f.tail_ns) + (lead_ns if k > segment else 0.0)
             # An integer, so that simulated time reaches it exactly.
-            found = max(found, np.ceil(arrival_ns(s, m, f.chunks, now) - before))
+            found = max(found, np.ceil(arrival_ns(s, holder(s, m), f.chunks, now) - before))
     return float(found)
 
 
@@ -88,7 +94,7 @@ def may_start(s: State, instance: int, now: int) -> bool:
     if s.residency[0].managed == 0:
         return True
     inst = s.instance[instance]
-    weights = s.weights[inst.model]
+    weights = s.weights[holder(s, inst.model)]
     if weights.location == codes.RESIDENT:
         return bool(weights.stopped == 0)
     s.residency[0].pending = 1
@@ -103,7 +109,7 @@ def next_weights_resident(s: State, instance: int) -> bool:
     if s.residency[0].managed == 0:
         return True
     inst = s.instance[instance]
-    weights = s.weights[inst.model]
+    weights = s.weights[holder(s, inst.model)]
     if weights.location == codes.LOADING and not inst.whole:
         return bool(s.segment[inst.model, inst.size, inst.issued].chunks <= weights.arrived)
     return bool(weights.location == codes.RESIDENT)
@@ -112,7 +118,7 @@ def next_weights_resident(s: State, instance: int) -> bool:
 @part
 def weights_resident(s: State, m: int) -> bool:
     """Whether all weights are on the GPU, which a program in one piece needs."""
-    return bool(s.residency[0].managed == 0 or s.weights[m].location == codes.RESIDENT)
+    return bool(s.residency[0].managed == 0 or s.weights[holder(s, m)].location == codes.RESIDENT)
 
 
 @part
@@ -123,13 +129,20 @@ def arena_is_free(s: State, instance: int) -> bool:
 
 
 @part
-def in_use(s: State, m: int) -> bool:
+def runs(s: State, m: int) -> bool:
     """Whether a job of the model runs, or is about to."""
     for k in range(s.model[m].n_instances):
         state = s.instance[s.model_instance[m, k]].state
         if state in (codes.READY_WAIT, codes.RUNNING):
             return True
     return False
+
+
+@part
+def in_use(s: State, m: int) -> bool:
+    """Whether a job that needs the weights which this model holds runs, or is about to."""
+    also = s.weights[m].also
+    return bool(runs(s, m) or (also > 0 and runs(s, int(also - 1))))
 
 
 @part
@@ -144,6 +157,7 @@ def count_demand(s: State, m: int, now: int) -> None:
     """Counts an accepted request of the model."""
     if s.residency[0].managed == 0:
         return
+    m = holder(s, m)
     weights = s.weights[m]
     weights.demand = recent_demand(s, m, now) + 1.0
     weights.demand_ns = weights.used_ns = now
@@ -155,8 +169,23 @@ def count_demand(s: State, m: int, now: int) -> None:
 
 @part
 def waiting_requests(s: State, m: int) -> int:
-    """The model's requests that need its weights now: those that are held back do not."""
-    return int(s.model[m].live - s.model[m].held_back)
+    """The requests that need the weights which the model holds now: those that are held back do not."""
+    found = s.model[m].live - s.model[m].held_back
+    also = s.weights[m].also
+    if also > 0:
+        found += s.model[also - 1].live - s.model[also - 1].held_back
+    return int(found)
+
+
+@part
+def first_waiting(s: State, m: int) -> int:
+    """An instance that waits for the weights which the model holds; NONE if there is none."""
+    instance = s.model[m].filling
+    if instance >= 0 and s.instance[instance].live > 0:
+        return int(instance)
+    also = s.weights[m].also
+    instance = s.model[also - 1].filling if also > 0 else codes.NONE
+    return int(instance) if instance >= 0 and s.instance[instance].live > 0 else codes.NONE
 
 
 @part

@@ -139,7 +139,7 @@ class Engine:
     def _manage_memory(self, memory_bytes: int, host_bytes: int | None) -> WeightCache:
         """Creates the cache that moves weights to and from the GPU within the budget."""
         cache = WeightCache(self.core, memory_bytes, _half_of_the_host() if host_bytes is None else host_bytes)
-        self.memory.weights_on_gpu = lambda: int(self.state.residency["held_bytes"][0])
+        self.memory.weights_on_gpu = lambda: int(self.state.residency["held_bytes"][0]) + cache.budget.claimed_bytes
         self.memory.instances_held = lambda: cache.arenas.held_bytes
         self.memory.account = cache.account
         return cache
@@ -368,7 +368,7 @@ class Engine:
         self._move_weights(name, wanted=False)
 
     def _move_weights(self, name: str, wanted: bool) -> None:
-        loaded = self.client.find(name)
+        loaded = self._holder_of(name)
         if self.weight_cache is None:
             raise ModelError(
                 f"model {name!r}: this engine keeps all weights on the GPU; create it with memory_bytes to move them",
@@ -378,8 +378,14 @@ class Engine:
 
     def weights_state(self, name: str) -> str:
         """Where a model's weights are: `resident`, `loading 43 %`, `leaving`, `host` or `disk`."""
-        row = self.client.find(name).row
+        row = self._holder_of(name).row
         return "resident" if self.weight_cache is None else self.weight_cache.state_of(row)
+
+    def _holder_of(self, name: str) -> LoadedModel:
+        """The model of the core that holds these weights."""
+        if self._generators is not None and name in self._generators.by_name:
+            return self._generators.by_name[name].decode
+        return self.loaded_models.find(name)
 
     # -- policy and tenants, which are changed between two steps of the core
 

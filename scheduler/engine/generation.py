@@ -57,7 +57,7 @@ from paellapy.scheduler.language.model import ChunkLayout, LanguageModel, state_
 from paellapy.scheduler.language.pages import PagePool
 from paellapy.scheduler.language.sampling import OUT_WORDS, Sampling, seed_of
 from paellapy.scheduler.language.text import Piece
-from paellapy.scheduler.models.memory import MemoryPlan
+from paellapy.scheduler.models.memory import MemoryPlan, Reservation
 
 if TYPE_CHECKING:
     from paellapy.scheduler.language.grammar import Grammars, Guide
@@ -722,12 +722,19 @@ class Generators:
             self.check_name(model.name)
             pages = model.pages(self._memory.budget_bytes - self._memory.held_bytes)
             made = []
+            cache = self._loaded.weight_cache
+            if cache is not None:  # weights come and go, texts stay
+                cache.budget.claim(model.name, model.state_bytes(pages), model.priority)
+                undo.callback(cache.budget.give, model.name)
             for program in reversed(model.programs(pages)):  # the one that counts the memory first
                 with self._loaded.core.outside(repr(program.name)):
                     made.append(self._loaded.load(program))
                 made[-1].kind = "language model"
                 undo.callback(self._loaded.close, made[-1])
             decode, prefill = made
+            if cache is not None:
+                self._memory.note(model.name, Reservation(model.state_bytes(pages), 0, 0))
+                cache.share(decode, prefill)
             self.by_name[model.name] = Generator(self._client, model, prefill, decode, pages)
             undo.pop_all()
 
@@ -762,6 +769,9 @@ class Generators:
         with self._loaded.lock:
             for loaded in (generator.prefill, generator.decode):
                 self._loaded.close(loaded)
+            if self._loaded.weight_cache is not None:
+                self._memory.release(name)
+                self._loaded.weight_cache.budget.give(name)
 
     def end(self) -> None:
         """Ends all texts: the engine closes."""

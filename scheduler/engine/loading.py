@@ -235,6 +235,8 @@ class Preparation:
         tried out; later the needs of a size that was tried out, or all weights if its program takes other steps.
         """
         loaded = self._loaded
+        if loaded.model.whole_batches:  # trial runs say nothing: their outputs depend on a state
+            return known.with_needs(())
         ends = self._backend.weight_ends(program, weights)
         steps = steps_of(program.nodes, ends)
         if self._in_service:
@@ -410,7 +412,7 @@ class Loader:
             noting = Noting(weights)
             with times.phase("warm up"):
                 needed = self.backend.warm_up_all(model, noting, sizes)
-            if found is not None and noting.in_other_order:
+            if found is not None and noting.in_other_order and not model.whole_batches:
                 with times.phase("upload"):
                     self._forget(model, found)
                     found = None

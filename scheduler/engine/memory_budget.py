@@ -149,6 +149,11 @@ class Budget:
         return int(r["budget_bytes"] - r["held_bytes"])
 
     @property
+    def claimed_bytes(self) -> int:
+        """Memory of weights that do not come and go: they stay, or their model is being loaded."""
+        return sum(nbytes for name, nbytes in list(self.taken.items()) if name != SHARED)
+
+    @property
     def instance_bytes(self) -> int:
         return self.taken.get(SHARED, 0)
 

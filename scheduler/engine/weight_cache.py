@@ -309,7 +309,7 @@ class WeightCache:
     def settle(self, loaded: LoadedModel) -> None:
         """Finds out which weights each segment needs, and whether the model changes its weights."""
         found, model = loaded.range, loaded.model
-        if found is None:
+        if found is None or model.whole_batches:
             return
         source = self.store.take(model.name)
         if not found.holds(source):
@@ -337,7 +337,8 @@ class WeightCache:
         def hand_over() -> None:
             w["bytes"], w["chunk_bytes"], w["chunks"] = found.held_bytes, found.chunk_bytes, found.chunks
             w["word"] = found.words.ctypes.data
-            w["keep"] = codes.PINNED if loaded.stays else keep_of(loaded.model)
+            shared = loaded.model.whole_batches  # the weights stay until the other model is loaded
+            w["keep"] = codes.PINNED if loaded.stays or shared else keep_of(loaded.model)
             w["location"], w["came_ns"], w["used_ns"] = codes.RESIDENT, time.monotonic_ns(), time.monotonic_ns()
             for profile in loaded.profiles:
                 self.write_needs(loaded, profile)
@@ -351,9 +352,25 @@ class WeightCache:
         self.budget.taken.pop(loaded.model.name)  # the model itself holds nothing else
         self.budget.placing = None
 
+    def share(self, held: LoadedModel, other: LoadedModel) -> None:
+        """Lets a second model of the core need the weights of the first one, which come and go from now on."""
+
+        def link() -> None:
+            w = self._state.weights
+            w["of"][other.row], w["also"][held.row] = held.row + 1, other.row + 1
+            w["keep"][held.row] = keep_of(held.model)
+            for profile in other.profiles:
+                self.write_needs(other, profile)
+
+        self._core.run(link)
+
+    def _holder(self, loaded: LoadedModel) -> LoadedModel:
+        of = int(self._state.weights["of"][loaded.row])
+        return self._rows[of - 1] if of else loaded
+
     def write_needs(self, loaded: LoadedModel, profile: ProgramProfile) -> None:
         """Tells the core which chunks each segment of one batch size needs. Call it between two steps."""
-        found, k = loaded.range, loaded.model.batch.index(profile.batch)
+        found, k = self._holder(loaded).range, loaded.model.batch.index(profile.batch)
         whole = 0 if found is None else found.layout.nbytes
         needs = np.array(profile.needs or (whole,) * len(profile.segments))
         chunk = 1 if found is None else found.chunk_bytes
@@ -361,7 +378,7 @@ class WeightCache:
 
     def hold(self, models: Sequence[LoadedModel]) -> None:
         """Keeps the weights of these models, and of no others, on the GPU: from now on, or once they have come."""
-        rows = sorted(each.row for each in models if each.range is not None)
+        rows = sorted({each.row for each in map(self._holder, models) if each.range is not None})
 
         def change() -> None:
             self._state.weights["locked"] = 0
@@ -373,6 +390,7 @@ class WeightCache:
 
     def holds(self, loaded: LoadedModel) -> bool:
         """Whether the weights are on the GPU, and stay until `hold` says otherwise."""
+        loaded = self._holder(loaded)
         w = self._state.weights[loaded.row]
         return loaded.range is None or bool(w["locked"] and w["location"] == codes.RESIDENT)
 
@@ -391,6 +409,8 @@ class WeightCache:
             if w["location"] in (codes.LOADING, codes.EVICTING):
                 return
             held = found.held_bytes if found is not None and w["location"] == codes.RESIDENT else 0
+            if w["of"]:
+                self._state.weights["also"][w["of"] - 1] = 0
             remove(self._state, row)
             r["budget_bytes"] -= held
             if held:

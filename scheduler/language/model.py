@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paellapy.instrument.device import Device, empty
+from paellapy.instrument.device.driver import CudaArray
 from paellapy.scheduler.language.batcher import PIECES, Batch, Chunk, most_tiles
 from paellapy.scheduler.language.config import DecoderConfig, read_config, token_ids
 from paellapy.scheduler.language.decoder import Decoder, State, element_type, tile_tokens
@@ -114,6 +115,11 @@ class LanguageModel:
             raise self._wrong("kv_gb", limit, f"is less than one page of {page:,} bytes: give more memory")
         return count
 
+    def state_bytes(self, pages: int) -> int:
+        """What its texts take on the GPU, apart from the weights."""
+        shapes = State.shapes(self.config, self.sequences, self.context, pages)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+
     def programs(self, pages: int) -> tuple[Model, Model]:
         """Its prefill and its decode step as models of the engine, over one state."""
         shared = _Shared(self, pages)
@@ -204,8 +210,7 @@ class _Shared:
         self._model, self._pages = model, pages
         self._tensors = read_tensors(model.path)
         self._placed: Arrays | None = None
-        shapes = State.shapes(model.config, model.sequences, model.context, pages)
-        state = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+        state = model.state_bytes(pages)
         tensors = {name: each for name, each in self._tensors.items() if not (model.config.tied and "lm_head" in name)}
         item = element_type(model.config.dtype).itemsize
         rotary = 4 * model.context * model.config.head_width
@@ -214,19 +219,50 @@ class _Shared:
     def place(self, device: Device) -> Arrays:
         """The arrays, which are made once."""
         if self._placed is None:
-            model, config = self._model, self._model.config
-            arrays = decoder_weights(self._tensors, config, model.context)
-            dtype = element_type(config.dtype)
-            found: dict[int, Any] = {}
-            for name, array in arrays.items():
-                if id(array) not in found:
-                    table = name in ("cosines", "sines")
-                    found[id(array)] = device.array(array if table else np.ascontiguousarray(array, dtype))
-            self._placed = {name: found[id(array)] for name, array in arrays.items()}
-            state = State.on(device, config, model.sequences, model.context, self._pages)
-            self._placed |= {f"state.{name}": getattr(state, name) for name in state.__slots__}
-            self._tensors = {}
-        return dict(self._placed)
+            arrays = self._arrays()
+            found = {id(array): device.array(array) for array in arrays.values()}
+            self._finish(device, {name: found[id(array)] for name, array in arrays.items()})
+        return dict(self._placed or {})
+
+    def parts(self) -> list[Any]:
+        """The bytes of each array."""
+        unique = {id(array): array for array in self._arrays().values()}
+        return [array.reshape(-1).view(np.uint8) for array in unique.values()]
+
+    def place_over(self, device: Device, at: Callable[[int, int], Any]) -> Arrays:
+        """As `place`, with the weights in given memory, and the state in memory of its own."""
+        arrays = self._arrays()
+        places = {key: k for k, key in enumerate({id(array): None for array in arrays.values()})}
+        found = {
+            name: viewed(at(places[id(array)], array.nbytes), array.shape, array.dtype)
+            for name, array in arrays.items()
+        }
+        self._finish(device, found)
+        return dict(self._placed or {})
+
+    def _arrays(self) -> Arrays:
+        """The weights on the host; arrays that are the same have two names."""
+        model, dtype = self._model, element_type(self._model.config.dtype)
+        arrays = decoder_weights(self._tensors, model.config, model.context)
+        made: dict[int, Any] = {}
+        for name, array in arrays.items():
+            if id(array) not in made:
+                table = name in ("cosines", "sines")
+                made[id(array)] = np.ascontiguousarray(array, array.dtype if table else dtype)
+        return {name: made[id(array)] for name, array in arrays.items()}
+
+    def _finish(self, device: Device, weights: Arrays) -> None:
+        model = self._model
+        state = State.on(device, model.config, model.sequences, model.context, self._pages)
+        self._placed = weights | {f"state.{name}": getattr(state, name) for name in state.__slots__}
+        self._tensors = {}
+
+
+def viewed(raw: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Device memory of bytes as an array of this shape and type."""
+    if isinstance(raw, CudaArray):
+        return CudaArray.over(raw.device, raw.ptr, shape, dtype, raw)
+    return raw.view(dtype).reshape(shape)
 
 
 class _Program:
@@ -241,6 +277,13 @@ class _Program:
 
     def place(self, model: str, device: Device) -> Arrays:
         return self._shared.place(device)
+
+    def parts(self) -> list[Any]:
+        """The program that counts the bytes holds the weights, where they come and go."""
+        return self._shared.parts() if self.nbytes else []
+
+    def place_over(self, model: str, device: Device, at: Callable[[int, int], Any]) -> Arrays:
+        return self._shared.place_over(device, at)
 
     def preserved(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # inputs of zeros are rows that are not used

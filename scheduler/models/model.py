@@ -331,9 +331,9 @@ class Model:
 
     def weight_parts(self, order: Sequence[str] = ()) -> list[NDArray[np.uint8]]:
         """The bytes of each tensor that has its own memory, those named in `order` first; empty if the model changes
-        its weights.
+        its weights. A language model's steps change only a state apart from them.
         """
-        if self.stateful:
+        if self.stateful and not self.whole_batches:
             return []
         if self.source is not None:
             return self.source.parts() if isinstance(self.source, MovableWeights) else []

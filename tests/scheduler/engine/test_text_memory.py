@@ -1,0 +1,67 @@
+"""Weights of language models leave the GPU and come back under captured steps; texts and their pages stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from language_families import small_model
+
+import paellapy as pp
+from paellapy.scheduler.language.pages import PAGE
+
+pytestmark = pytest.mark.xdist_group("language models")
+
+PROMPT = list(range(40, 40 + 2 * PAGE + 3))
+MEMORY = 128 << 20
+
+
+@pytest.fixture(scope="module", params=["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pp.Engine]:
+    folder = tmp_path_factory.mktemp("small")
+    small_model(folder)
+    with pp.Engine(request.param, memory_bytes=MEMORY) as made:
+        made.load(model_in(folder))
+        yield made
+
+
+def model_in(folder: Path) -> pp.LanguageModel:
+    return pp.LanguageModel(folder, name="small", sequences=4, chunk=64, context=128, kv_gb=0.004)
+
+
+def text(engine: pp.Engine, n: int = 12, **options: Any) -> Any:
+    return engine.generate("small", PROMPT, max_tokens=n, temperature=0, ignore_eos=True, **options)
+
+
+def tokens(generation: Any) -> list[int]:
+    return [piece.token for piece in generation]
+
+
+def test_a_text_is_the_same_after_its_weights_left(engine: pp.Engine) -> None:
+    wanted = tokens(text(engine))
+    about = engine.memory()["models"]
+    assert about["small"]["weights_bytes"] == engine.language_models["small"].state_bytes(
+        engine.stats()["language_models"]["small"]["pages"]
+    )
+    held = engine.memory()["weights_bytes"]
+    assert engine.weights_state("small") == "resident"
+    engine.evict("small")
+    assert engine.weights_state("small") == "host"
+    assert engine.memory()["weights_bytes"] == held - about["small decode"]["weights_bytes"]
+    again = text(engine)
+    assert tokens(again) == wanted
+    assert again.cached_tokens == 2 * PAGE
+    engine.evict("small")
+    engine.prefetch("small")
+    assert engine.weights_state("small") == "resident"
+    assert tokens(text(engine)) == wanted
+
+
+def test_a_text_waits_while_its_weights_are_away(engine: pp.Engine) -> None:
+    wanted = tokens(text(engine, 60))
+    writing = text(engine, 60)
+    found = [next(writing).token for _ in range(5)]
+    engine.evict("small")
+    assert found + tokens(writing) == wanted
