@@ -146,6 +146,8 @@ def with_remedy(error: CaptureError, module: Any, dtype: Any, inputs: Iterable[s
         found.append("python -O, which leaves assertions out")
     if experts and "bfloat16" not in str(dtype):
         found.append("dtype=torch.bfloat16, for which PyTorch has a product of all experts")
+    if str(dtype) == "torch.float16" and any(word in line for word in ("float16", "isfinite", "isinf")):
+        found.append("dtype=torch.bfloat16, whose range is not checked")
     if experts and hasattr(module, "set_experts_implementation"):
         found.append('set_experts_implementation("batched_mm") on the module')
     if any(getattr(each, "use_nested_tensor", False) for each in getattr(module, "modules", list)()):

@@ -100,3 +100,21 @@ def test_experts_in_float16_are_refused_with_remedies_that_help(engine):
     net.set_experts_implementation("batched_mm")
     engine.load(pp.Model.from_torch(net, text(0), name="net", batch=(1,), dtype="float16"))
     engine.unload("net")
+
+
+class Clamped(torch.nn.Linear):
+    """As layers of BART and others, which check for numbers that float16 cannot hold."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        if x.dtype == torch.float16 and not torch.isfinite(x).all():
+            x = x.clamp(-6e4, 6e4)
+        return x
+
+
+def test_checks_of_float16_are_refused_with_a_type_that_needs_none(engine):
+    with pytest.raises(CaptureError) as caught:
+        engine.load(pp.Model.from_torch(Clamped(4, 4), torch.zeros(1, 4), name="net", batch=(1,), dtype="float16"))
+    dtype = caught.value.remedies[0].partition(",")[0].removeprefix("dtype=torch.")
+    engine.load(pp.Model.from_torch(Clamped(4, 4), torch.zeros(1, 4), name="net", batch=(1,), dtype=dtype))
+    engine.unload("net")
