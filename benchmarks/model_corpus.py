@@ -15,7 +15,6 @@ torch.compile, with empty caches, is given as many of the models, in order, as i
 from __future__ import annotations
 
 import ast
-import copy
 import gc
 import inspect
 import time
@@ -187,12 +186,13 @@ def attempt(engine: pp.Engine, net: Any, kind: str, dtype: str, outputs: Sequenc
     return {**timed, "error": worst, "equal": worst <= TOLERANCE[dtype]}
 
 
-def fails_in(net: torch.nn.Module, kind: str, numbers: torch.dtype) -> str:
+def fails_in(net: torch.nn.Module, kind: str, dtype: str) -> str:
     """Why the module cannot be called in this type without any capture; "" if it can."""
+    numbers = getattr(torch, dtype)
     given = {k: t.to(numbers) if t.is_floating_point() else t for k, t in on(net, example(net, kind)).items()}
     try:
         with torch.no_grad():
-            copy.deepcopy(net).to(numbers)(**given)
+            net.to(numbers)(**given)
     except Exception as e:
         return f"{type(e).__name__}: {e}"[:120]
     return ""
@@ -208,7 +208,7 @@ def outcome(engine: pp.Engine, make: Make, kind: str, dtype: str) -> dict[str, A
             net(**on(net, example(net, kind)))
     except Exception as e:  # the configuration needs more than `small` knows
         return {"not_built": f"{type(e).__name__}: {e}"[:120]}
-    if dtype != "float32" and (why := fails_in(net, kind, getattr(torch, dtype))):
+    if dtype != "float32" and (why := fails_in(make().eval().to(where), kind, dtype)):
         return {"not_built": f"in {dtype}, the module itself fails: {why}"}
     try:
         return {"taken": True, **attempt(engine, net, kind, dtype)}
