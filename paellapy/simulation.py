@@ -8,6 +8,7 @@ from typing import Any
 
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.profiles import ModelProfile, load_profiles
+from paellapy.scheduler.core.values import TRUE_OR_FALSE, check_values, listed
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.pipelines import Pipeline
 from paellapy.scheduler.models.model import Model
@@ -56,6 +57,7 @@ def simulate(
     True
     """
     models = _listed(models)
+    check_values({"trace": trace}, {"trace": TRUE_OR_FALSE})
     if trace:
         return _traced(models, workload, policy, device, **options)
     languages = [m for m in models if isinstance(m, LanguageProfile)]
@@ -69,7 +71,7 @@ def simulate(
 def _listed(models: Any) -> list[Simulated]:
     """Models or profiles as a list; a single one becomes a list of one."""
     single = isinstance(models, Simulated | str) or not isinstance(models, Iterable)
-    found = [models] if single else list(models)
+    found = [models] if single else listed(models)
     for each in found:
         if not isinstance(each, Simulated):
             raise ArgumentError(

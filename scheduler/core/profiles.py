@@ -45,7 +45,7 @@ def checked_params(given: Mapping[str, float]) -> dict[str, float]:
     """
     if not isinstance(given, Mapping) or len(given) > PARAMS:
         raise ProfileError(
-            f"params={given!r}: it must be a dict of at most {PARAMS} numbers, as in params={{'limit': 0.5}}",
+            f"params={shortened(given)}: it must be a dict of at most {PARAMS} numbers, as in params={{'limit': 0.5}}",
             field="params", given=given, limit=PARAMS,
         )  # fmt: skip
     for name, value in given.items():
@@ -60,7 +60,8 @@ def checked_params(given: Mapping[str, float]) -> dict[str, float]:
 
 
 def _key(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1  # 0 stands for no name
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") | 1  # 0 stands for no name
 
 
 def checked_priority(given: Any) -> int:
@@ -179,7 +180,12 @@ def _each(rule: Rule) -> Callable[[Any], bool]:
     return lambda given: isinstance(given, Mapping) and all(map(rule.fits, given.values()))
 
 
+def _are_bytes(given: Any) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str) and all(map(_BYTES.fits, given))
+
+
 _BATCH = integer(1, 1 << 20)
+_BYTES = integer(0, 1 << 62)
 _ABOVE = number(0, above=True)
 _OF_MODEL = {
     **dict.fromkeys(("name", "about", "length_of"), Rule(lambda given: isinstance(given, str), "a text")),
@@ -191,12 +197,12 @@ _OF_MODEL = {
     "share": _ABOVE,
     "instances": integer(1, 1 << 20),
     "queue_limit": integer(0, 1 << 62),
-    "input_bytes": integer(0, 1 << 62),
-    "weight_bytes": integer(0, 1 << 62),
+    "input_bytes": _BYTES,
+    "weight_bytes": _BYTES,
     "demand": Rule(_each(_ABOVE), "a dict of parts of the GPU above 0"),
     "together": Rule(_each(_BATCH), "a dict of numbers of runs from 1 up"),
     "resident": Rule(lambda given: given == "auto" or isinstance(given, bool), "'auto', True or False"),
-    "needs": Rule(lambda given: isinstance(given, Mapping), "a dict of bytes for each segment"),
+    "needs": Rule(_each(Rule(_are_bytes, "")), "a dict of bytes for each segment"),
 }
 
 

@@ -16,8 +16,9 @@ from paellapy.scheduler.core.atomics import ZERO, exchange_at, load_at, store_at
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Words
 from paellapy.scheduler.core.throttle import attach_held_back
-from paellapy.scheduler.core.values import is_finite_number
+from paellapy.scheduler.core.values import is_finite_number, shortened
 
+LEAST_LIMIT = 1e-6  # with less, a request would wait for hours
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
@@ -34,13 +35,14 @@ class Tenant:
     def __post_init__(self) -> None:
         if not is_finite_number(self.share) or not self.share > 0:
             raise ArgumentError(
-                f"share={self.share!r}: the weight must be finite and above 0; other clients have 1",
+                f"share={shortened(self.share)}: the weight must be finite and above 0; other clients have 1",
                 field="share",
                 given=self.share,
             )
-        if self.limit is not None and (not is_finite_number(self.limit) or not 0 < self.limit <= 1):
+        if self.limit is not None and (not is_finite_number(self.limit) or not LEAST_LIMIT <= self.limit <= 1):
             raise ArgumentError(
-                f"limit={self.limit!r}: the fraction of the GPU's time must be above 0 and at most 1, or None",
+                f"limit={shortened(self.limit)}: the fraction of the GPU's time must be at least {LEAST_LIMIT:g} and "
+                "at most 1, or None",
                 field="limit", given=self.limit,
             )  # fmt: skip
 

@@ -9,6 +9,7 @@ own uses the H200's numbers and says so. The compiled core reads the numbers fro
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -20,7 +21,7 @@ import numpy as np
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.gpu_model.parts import PROFILES
-from paellapy.scheduler.core.values import Rule, check_values, number
+from paellapy.scheduler.core.values import Rule, check_values, number, shortened
 
 MEASURED_ON = "h200"  # the part whose numbers are used by parts without a file of their own
 
@@ -151,7 +152,10 @@ class Tuning:
         known = [each.name for each in _fields()]
         for name in changes:
             if name not in known:
-                raise TuningError(f"tuning has no number {name!r}; the names are {', '.join(known)}", field=name)
+                near = difflib.get_close_matches(str(name), known, 1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                said = f"tuning has no number {shortened(name)}: {hint}`paellapy doctor --verbose` prints them"
+                raise TuningError(said, field=name, limit=tuple(known))
         given: dict[str, Any] = dict(changes)
         return replace(self, **given, changed=tuple(sorted({*self.changed, *changes})))
 

@@ -26,7 +26,8 @@ class Rule(NamedTuple):
 def is_finite_number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return False
-    return bool(-sys.float_info.max <= value <= sys.float_info.max)  # false for NaN too
+    plain = value.item() if isinstance(value, np.generic) else value  # a limit may not fit a number of few bits
+    return bool(-sys.float_info.max <= plain <= sys.float_info.max)  # false for NaN too
 
 
 def number(least: float, most: float = sys.float_info.max, *, above: bool = False, infinite: bool = False) -> Rule:
@@ -37,6 +38,8 @@ def number(least: float, most: float = sys.float_info.max, *, above: bool = Fals
     """
 
     def fits(value: Any) -> bool:
+        if isinstance(value, np.generic):
+            value = value.item()
         if infinite and isinstance(value, float) and value == math.inf:
             return True
         return is_finite_number(value) and (least < value if above else least <= value) and bool(value <= most)
@@ -75,9 +78,24 @@ def check_values(
     """Raises the error for the first value that breaks its rule; `given` is a dict, or an object with these fields."""
     for name, rule in rules.items():
         value = given[name] if isinstance(given, Mapping) else getattr(given, name)
-        if not rule.fits(value):
+        if not _fits(rule, value):
             said = f"{whose}{name}={shortened(value)}: it must be {rule.wanted}"
             raise error(said, field=name, given=value, limit=rule.wanted, **facts)
+
+
+def _fits(rule: Rule, value: Any) -> bool:
+    try:
+        return bool(rule.fits(value))
+    except (TypeError, ValueError):  # an array cannot be compared with one value
+        return False
+
+
+def listed(given: Any) -> list[Any]:
+    """The values of a list, or of anything else with several values; none of anything with one."""
+    try:
+        return list(given)
+    except TypeError:  # a NumPy array of one number says that it has several values
+        return []
 
 
 def check_names(function: str, given: Iterable[str], options: type[Any]) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 from paellapy.scheduler.core.job import PER_MODEL
 from paellapy.scheduler.core.profiles import declare_params
 from paellapy.scheduler.core.state import REFRESH, State
+from paellapy.scheduler.core.values import shortened
 from paellapy.scheduler.policies.check import check_source
 from paellapy.scheduler.policies.compile import (
     ROLES,
@@ -263,7 +264,7 @@ def find_policy(which: str | Policy | Rank) -> Policy:
         found = which if isinstance(which, Policy) or which is None else policy(which)
     if found is None:
         remedy = f'choose one of {", ".join(policy_names())}, or give a function or its name, "package.module:function"'
-        raise PolicyError(f"no policy named {which!r}: {remedy}", name=str(which), remedy=remedy)
+        raise PolicyError(f"no policy named {shortened(which)}: {remedy}", name=str(which), remedy=remedy)
     found.functions  # noqa: B018 (compiled here, so that a busy engine is not held up)
     return found
 

@@ -109,6 +109,8 @@ class ChatTrace(Workload):
     def __post_init__(self) -> None:
         rules = {"t": number(0, MOST_NS / 1e9), "prompt": _LENGTH, "answer": _LENGTH}
         check_values(self, {"model": MODEL}, WorkloadError)
+        if not isinstance(self.rows, Sequence) or isinstance(self.rows, str | bytes):
+            raise wrong("rows", self.rows, "it must be a list of (seconds, tokens of the prompt, tokens of the answer)")
         for k, row in enumerate(self.rows):
             if not isinstance(row, Sequence) or len(row) != 3:
                 raise wrong("rows", row, "a text must be (seconds, tokens of the prompt, tokens of the answer)")
@@ -178,6 +180,7 @@ def language_profile(
         "context": integer(PAGE, _MOST_TOKENS), "sequences": integer(1, 1024), "chunk": integer(64, 8192),
     }  # fmt: skip
     check_values(given, rules, ProfileError)
+    context, sequences, chunk = int(context), int(sequences), int(chunk)  # NumPy's lack methods of Python's
     steps = recorded["shapes"][shape]
     name = name or shape
     pages = int(kv_gb * 1e9) // (PAGE * steps["token_bytes"])

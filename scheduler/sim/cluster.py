@@ -243,7 +243,7 @@ def new_fleet(rows: NDArray[np.int64], steps_ns: Floats, routing: int, routers: 
         row=np.ascontiguousarray(rows), step_ns=np.ascontiguousarray(steps_ns),
     )  # fmt: skip
     found.fleet["routing"], found.fleet["routers"] = routing, routers
-    found.fleet["random"] = np.uint64(seed * 2 + 0x9E3779B97F4A7C15 & (1 << 64) - 1)
+    found.fleet["random"] = np.uint64(int(seed) * 2 + 0x9E3779B97F4A7C15 & (1 << 64) - 1)
     found.tree[...] = np.inf
     found.inbox["time_ns"] = NEVER
     set_hosts(found, range(gpus))

@@ -16,7 +16,7 @@ from typing import Any
 from paellapy.instrument.gpu_model.parts import part
 from paellapy.scheduler.core.errors import ProfileError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, load_profiles
-from paellapy.scheduler.core.values import Rule, check_values, number, or_none
+from paellapy.scheduler.core.values import Rule, check_values, number, or_none, shortened
 
 # By model: its proportion in Paella's figure 11, and its time alone at batch 1 in µs.
 _MODELS = {
@@ -124,8 +124,8 @@ def training_profiles(*names: str) -> list[ModelProfile]:
     >>> [each.name for each in training_profiles()]
     ['resnet18 training', 'transformer training']
     """
-    unknown = [name for name in names if name not in TRAINED]
+    unknown = [name for name in names if not isinstance(name, str) or name not in TRAINED]
     if unknown:
-        text = f"no training step of {unknown[0]!r} is recorded: choose among {', '.join(TRAINED)}"
+        text = f"no training step of {shortened(unknown[0])} is recorded: choose among {', '.join(TRAINED)}"
         raise ProfileError(text, field="names", given=unknown[0])
     return [each for name in names or TRAINED for each in load_profiles(_FOLDER / f"{name}_training.json")]

@@ -21,6 +21,7 @@ from paellapy.instrument.traces import Elsewhere
 from paellapy.scheduler.core.codes import NEVER, OK, QUEUE_FULL, STATUS
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.tables import Table
+from paellapy.scheduler.core.values import shortened
 from paellapy.scheduler.engine.trace import EngineTrace
 
 if TYPE_CHECKING:
@@ -152,8 +153,8 @@ class Results:
     def model(self, name: str | None = None) -> ModelResult:
         """Figures of one model, or of all models together without a name."""
         names = [each.name for each in self.models]
-        if name is not None and name not in names:
-            text = f"no model {name!r} in this run: the models are {', '.join(names)}"
+        if name is not None and not (isinstance(name, str) and name in names):
+            text = f"no model {shortened(name)} in this run: the models are {', '.join(names)}"
             raise ArgumentError(text, field="model", given=name)
         if name is None:
             return self._figures(ALL, self.jobs)
@@ -169,8 +170,8 @@ class Results:
 
     def tenant(self, name: str) -> ModelResult:
         """Figures of one client's requests, over all models."""
-        if name not in self.clients:
-            text = f"no client {name!r} in this run: the clients are {', '.join(self.clients)}"
+        if not isinstance(name, str) or name not in self.clients:
+            text = f"no client {shortened(name)} in this run: the clients are {', '.join(self.clients)}"
             raise ArgumentError(text, field="client", given=name)
         return self._figures(name, self.jobs[self.jobs["client"] == self.clients.index(name)])
 
@@ -181,10 +182,10 @@ class Results:
     def gpu_share(self, name: str) -> float:
         """The fraction of the GPU's busy time that went to the client or the model of this name."""
         for who in ("clients", "models"):
-            if name in self.gpu_ms.get(who, {}):
+            if isinstance(name, str) and name in self.gpu_ms.get(who, {}):
                 return self.part_of_gpu(who, name)
         known = ", ".join([*self.gpu_ms.get("clients", {}), *self.gpu_ms.get("models", {})])
-        text = f"no client and no model {name!r} in this run: there are {known}"
+        text = f"no client and no model {shortened(name)} in this run: there are {known}"
         raise ArgumentError(text, field="name", given=name)
 
     def part_of_gpu(self, who: str, name: str) -> float:
@@ -401,8 +402,8 @@ class Comparison:
 
     def columns(self, what: What = "figures") -> Columns:
         """A table by columns: COLUMNS has their units and meanings."""
-        if what not in COLUMNS:
-            text = f"there is no table {what!r}: choose one of {', '.join(COLUMNS)}"
+        if not isinstance(what, str) or what not in COLUMNS:
+            text = f"there is no table {shortened(what)}: choose one of {', '.join(COLUMNS)}"
             raise ArgumentError(text, field="what", given=what, limit=tuple(COLUMNS))
         if what == "figures":
             rows = self.rows

@@ -46,6 +46,7 @@ from paellapy.scheduler.core.values import (
     check_names,
     check_values,
     integer,
+    listed,
     number,
     one_of,
     or_none,
@@ -155,7 +156,7 @@ class SimulationOptions:
 
 def checked_models(given: Sequence[ModelProfile] | ModelProfile, field: str = "models") -> list[ModelProfile]:
     """The models as a list; ProfileError unless there is at least one, each with a different name."""
-    models = [given] if isinstance(given, ModelProfile) else list(given) if isinstance(given, Iterable) else []
+    models = [given] if isinstance(given, ModelProfile) else listed(given)
     if not models or not all(isinstance(each, ModelProfile) for each in models):
         text = f"{field}={shortened(given)}: give at least one ModelProfile"
         raise ProfileError(text, field=field, given=given)
@@ -168,9 +169,9 @@ def checked_models(given: Sequence[ModelProfile] | ModelProfile, field: str = "m
 
 def _sorted_out(given: Any) -> tuple[list[ModelProfile], list[LanguageProfile]]:
     """The models, and the language models among them."""
-    listed = [given] if isinstance(given, LanguageProfile) or not isinstance(given, Iterable) else list(given)
-    languages = [each for each in listed if isinstance(each, LanguageProfile)]
-    models = [each for each in listed if not isinstance(each, LanguageProfile)]
+    all_of_them = listed(given) if isinstance(given, Iterable) else [given]
+    languages = [each for each in all_of_them if isinstance(each, LanguageProfile)]
+    models = [each for each in all_of_them if not isinstance(each, LanguageProfile)]
     checked = checked_models([*models, *(program for each in languages for program in each.programs)])
     return checked[: len(models)], languages
 
@@ -189,7 +190,7 @@ def simulated_part(device: str) -> Part:
     """The GPU for a device's name."""
     kind, _, name = str(device).partition(":")
     if kind != "virtual":
-        text = f"device={device!r}: simulate needs a virtual GPU, such as 'virtual:h200'"
+        text = f"device={shortened(device)}: simulate needs a virtual GPU, such as 'virtual:h200'"
         raise NoDeviceError(text, field="device", given=device)
     return part(name or "h200")
 

@@ -98,7 +98,8 @@ def _check(workload: Workload, *names: str, **others: Rule) -> None:
 
 def model_index(models: Sequence[str], name: str) -> int:
     if name not in models:
-        text = f"the workload requests model {name!r}, which does not exist; the models are {', '.join(models)}"
+        known = ", ".join(map(shortened, models))
+        text = f"the workload requests model {shortened(name)}, which does not exist; the models are {known}"
         raise WorkloadError(text, field="model", given=name)
     return list(models).index(name)
 
@@ -200,7 +201,7 @@ class Lognormal(_OpenLoop):
         _check(self, "sigma")
 
     def gaps(self, n: int, random: np.random.Generator) -> NDArray[np.float64]:
-        return random.lognormal(-(self.sigma**2) / 2, self.sigma, n)
+        return random.lognormal(-(self.sigma**2) / 2, abs(self.sigma), n)  # -0.0 is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +386,8 @@ def _row(row: Mapping[str, str | None], where: str) -> Row:
 
 def _checked(row: Row, where: str) -> Row:
     if not isinstance(row, Sequence) or len(row) != 5:
-        raise WorkloadError(f"{where} is {shortened(row)}, but a row must be {_FORM}", where=where, given=row)
+        said = f"{where} is {shortened(row)}, but a row must be {_FORM}"
+        raise WorkloadError(said, field="rows", where=where, given=row)
     check_values(dict(zip(_OF_ROW, row, strict=True)), _OF_ROW, WorkloadError, f"{where}: ", where=where)
     return row
 

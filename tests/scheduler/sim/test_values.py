@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import fields
 
+import numpy as np
 import pytest
 
 import paellapy as pp
@@ -12,6 +14,7 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.tenants import Tenant
 from paellapy.scheduler.core.tuning import Tuning
+from paellapy.scheduler.sim.chats import Chats, ChatTrace, language_profile
 from paellapy.scheduler.sim.cluster import ClusterOptions, Failure, Straggler, simulate_cluster
 from paellapy.scheduler.sim.plan import Fleet, plan
 from paellapy.scheduler.sim.recorded_profiles import mix_profiles, training_profiles
@@ -21,8 +24,11 @@ from paellapy.scheduler.sim.workload import Background, ClosedLoop, Lognormal, P
 
 pytestmark = pytest.mark.quick
 
-NEVER_VALID = [math.nan, -math.inf, 10**400, object(), 1 + 2j, b"x"]
-SOMETIMES_VALID = [math.inf, 1e300, -1, -0.5, 0, 2.5, True, "x", 2**70, [], {}]
+NEVER_VALID = [math.nan, -math.inf, 10**400, object(), 1 + 2j, b"x", np.float64("nan")]
+SOMETIMES_VALID = [
+    math.inf, 1e300, -1, -0.5, 0, -0.0, 2.5, 1e-320, True, "x", "x\ud800" * 500, 2**70, [], {}, {"net": 1}, [1],
+    np.float32(1), np.int64(3), np.array([1, 2]), np.array(1.0),
+]  # fmt: skip
 NET = ModelProfile("net", {1: [SegmentProfile(50e3)]})
 LOAD = Poisson(1000, "net", duration=0.002)
 ROW = {"t": 0.0, "model": "net", "deadline": None, "priority": None, "client": "alice"}
@@ -43,6 +49,11 @@ def fleet(**options):
 
 def tenant(**options):
     return run(Poisson(1000, "net", duration=0.002, client="alice"), tenants={"alice": options})
+
+
+@functools.cache
+def results():
+    return run()
 
 
 def names(kind, *more):
@@ -81,6 +92,17 @@ DOORS = {
     "tuning": (lambda **k: run(tuning=k), ["demand_limit", "short_job_segments"]),
     "Tuning": (lambda part: Tuning.for_part(part), ["part"]),
     "Fleet": (fleet, names(Fleet)),
+    "Chats": (lambda **k: Chats(**{"model": "8B", "rate": 9.0} | k), names(Chats)),
+    "ChatTrace": (lambda **k: ChatTrace(**{"model": "8B", "rows": ((0.0, 9, 9),)} | k), names(ChatTrace)),
+    "language_profile": (
+        lambda **k: language_profile(**{"shape": "0.6B"} | k),
+        ["shape", "ttft_ms", "tbt_ms", "kv_gb", "context", "sequences", "chunk"],
+    ),
+    "model": (lambda name: results().model(name), ["name"]),
+    "tenant": (lambda name: results().tenant(name), ["name"]),
+    "gpu_share": (lambda name: results().gpu_share(name), ["name"]),
+    "columns": (lambda what: results().compare().columns(what), ["what"]),
+    "compare": (lambda other: results().compare(other), ["other"]),
 }
 
 
