@@ -103,7 +103,9 @@ def launched(names: list[str], o: Any) -> Calls:
     assert triton.runtime.driver.active  # chosen before the host code is told of a GPU
     with Calls() as calls:
         for name in names:
-            case = cases[name]
+            if (case := cases.get(name)) is None:
+                print(f"{name}: its package is not installed", flush=True)
+                continue
             given = _inputs(name, case, o.quick)
             given = {n: v.bfloat16() if n in "qkv" else v for n, v in given.items()}
             try:
