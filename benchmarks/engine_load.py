@@ -407,14 +407,18 @@ class Loaded:
         }  # fmt: skip
 
     def loops(self, policy: Any, which: Sequence[int], seconds: float, **more: Any) -> dict[str, Any]:
-        """Closed loops; each model's part of the GPU, as time alone of what it completed, and its requests a second."""
+        """Closed loops; each model's part of the GPU, as time alone of what it completed and as the GPU's time, and its
+        requests a second.
+        """
         state, rows = self.engine.state, [each.row for each in self.generator.loaded]
-        before = state.model["used_ns"][rows]
+        used, gpu = state.model["used_ns"][rows], state.model["gpu_ns"][rows]
         given = {"loops": list(which), "until_ns": int(seconds * 1e9), "loop_room": ROOM, **more}
         run = self.offer(policy, NONE, NONE, NONE, **given)
-        had, names = (state.model["used_ns"][rows] - before) / run.took_ns, [kind.label for kind in self.kinds]
+        had, names = (state.model["used_ns"][rows] - used) / run.took_ns, [kind.label for kind in self.kinds]
+        ran = (state.model["gpu_ns"][rows] - gpu) / run.took_ns
         return {
             "alone_share": dict(zip(names, had.tolist(), strict=True)),
+            "gpu_share": dict(zip(names, ran.tolist(), strict=True)),
             "per_s": {name: float((run.model == m).sum() / run.took_ns * 1e9) for m, name in enumerate(names)},
         }
 

@@ -1,6 +1,6 @@
 """The published systems as policies: limits, shares, best effort beside high priority, DISB, order of jobs.
 
-    python benchmarks/systems.py [--device virtual:h200 --quick] [--only limits,pairs] [--seeds 5]
+    python benchmarks/systems.py [--device virtual:h200 --quick] [--only limits,pairs] [--points fair] [--seeds 5]
 
 Every point is stored as soon as it is measured, and a second run goes on where the first ended. Every output is
 compared with the module's own in eager mode. `--quick` uses models that a CPU can compute.
@@ -197,9 +197,9 @@ def table(points: dict[str, Any]) -> list[list[str]]:
     def fair() -> Figures:
         rows = []
         for what in ("models", "tenants"):
-            had = [statistics.median(each) for each in points[f"limits|fair|{what}"]["alone_share"].values()]
+            had = [statistics.median(each) for each in points[f"limits|fair|{what}"]["gpu_share"].values()]
             parts = "\u00a0:\u00a0".join(f"{x / sum(had):.3f}" for x in had)  # in one line
-            rows.append((f"parts of three {what}", parts, "shares 1 : 3 : 6"))
+            rows.append((f"parts of the GPU's time of three {what}", parts, "shares 1 : 3 : 6"))
         return rows
 
     def tgs() -> Figures:
@@ -268,6 +268,7 @@ def table(points: dict[str, Any]) -> list[list[str]]:
 def main() -> None:
     parser = arguments(__doc__, device="cuda", quick=True, seeds=range(5), seconds=1.0)
     parser.add_argument("--only", default="limits,pairs,high,disb,order", help="parts to run")
+    parser.add_argument("--points", default="", help="only points with this in their names")
     parser.add_argument("--budget", type=float, default=3600.0, help="begin no new point after this many seconds")
     o = parser.parse_args()
     results: dict[str, Any] = {"checked": {}, "points": {}, **stored("systems", o.out)}
@@ -280,7 +281,7 @@ def main() -> None:
         try:
             for seed in o.seeds:
                 for key, measure in tasks(loaded, o, seed):
-                    if points.has(f"{name}|{key}", seed) or time.monotonic() - began > o.budget:
+                    if o.points not in key or points.has(f"{name}|{key}", seed) or time.monotonic() - began > o.budget:
                         continue
                     points.add(f"{name}|{key}", seed, measure())
                     results["checked"][name] = {"outputs": loaded.checked, "wrong": loaded.wrong}

@@ -121,7 +121,7 @@ def test_unequal_jobs_in_order_wait_as_in_an_m_g_1_queue(engine, policy):
 @pytest.mark.parametrize("policy", ["edf", "lax"])
 def test_deadlines_that_can_be_met_are_met(engine, policy):
     """Deadlines soon after the ends of a schedule in a random order, so that an ideal server meets all of them."""
-    engine.set_policy(policy)
+    engine.set_policy(replace(find_policy(policy), active=1))
     random, segmented_ns = np.random.default_rng(3), work_ns(engine, whole=False)
     of, order = random.integers(0, len(SIZES), 300), random.permutation(300)
     at_ns = arrivals(3, 300, segmented_ns.mean(), 0.6)
