@@ -22,9 +22,9 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 FAMILIES = {
-    "Llama": {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    "Llama": {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
     "Mistral": {"sliding_window": 24, "head_dim": 32, "tie_word_embeddings": False},
-    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen2": {"head_dim": 32, "tie_word_embeddings": True},
     "Qwen3": {"head_dim": 32, "rope_parameters": YARN, "tie_word_embeddings": False},
 }
 

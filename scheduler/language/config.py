@@ -144,8 +144,9 @@ def decoder_config(about: Mapping[str, Any], path: Path) -> DecoderConfig:
     if heads % kv_heads:
         read.fail("num_key_value_heads", kv_heads, f"does not divide num_attention_heads={heads}")
     head_width = read.count("head_dim", width // heads)
-    if head_width & (head_width - 1) or not 16 <= head_width <= 256:
-        read.fail("head_dim", head_width, "is not a power of two from 16 to 256")
+    # The GPU multiplies 16 numbers or more at a time, and a query is two halves.
+    if head_width & (head_width - 1) or not 32 <= head_width <= 256:
+        read.fail("head_dim", head_width, "is not a power of two from 32 to 256")
     if about.get("hidden_act", "silu") != "silu":
         read.fail("hidden_act", about["hidden_act"], "is not silu")
     for key in ("mlp_bias", *(() if bias else ("attention_bias",))):

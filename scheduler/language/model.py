@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from paellapy.scheduler.language.text import TextCodec
 
 _TYPES = ("bfloat16", "float16", "float32")
-_NARROWEST = 32  # elements of a head, half of which a product of 16-bit numbers takes
 _ALIGNED = 16  # bytes, by which the GPU's copy engine takes rows
 _SMALLEST_CHUNK = 64  # tokens
 _SIZES = 8  # captured sizes of a program
@@ -85,9 +84,6 @@ class LanguageModel:
         if dtype is not None and dtype not in _TYPES:
             raise self._wrong("dtype", dtype, f"must be one of {', '.join(_TYPES)}, or None")
         self.config: DecoderConfig = config if dtype is None else replace(config, dtype=dtype)
-        if self.config.dtype != "float32" and self.config.head_width < _NARROWEST:
-            raise self._wrong("dtype", self.config.dtype, f"needs heads of {_NARROWEST} elements or more; the model's "
-                              f"have {self.config.head_width}: use float32")  # fmt: skip
         item = element_type(self.config.dtype).itemsize
         for n in (self.config.width, self.config.heads * self.config.head_width, self.config.ffn_width):
             if n * item % _ALIGNED:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from engine_models import scale_model
 from language_families import small_model
 
 import paellapy as pp
@@ -15,7 +17,7 @@ from paellapy.scheduler.language.pages import PAGE
 pytestmark = pytest.mark.xdist_group("language models")
 
 PROMPT = list(range(40, 40 + 2 * PAGE + 3))
-MEMORY = 128 << 20
+MEMORY = 128 << 20  # bytes of the engine
 
 
 @pytest.fixture(scope="module", params=["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -65,3 +67,22 @@ def test_a_text_waits_while_its_weights_are_away(engine: pp.Engine) -> None:
     found = [next(writing).token for _ in range(5)]
     engine.evict("small")
     assert found + tokens(writing) == wanted
+
+
+def test_weights_leave_for_those_of_another_model(engine: pp.Engine) -> None:
+    def load_other(nbytes: int) -> None:
+        like, weights = scale_model("other"), {"w": np.zeros(nbytes, np.uint8)}
+        engine.load(pp.Model("other", like.fn, inputs=like.inputs, outputs=like.outputs, weights=weights))
+
+    wanted = tokens(text(engine))
+    load_other(1)
+    about = engine.memory()
+    own, least = (about["models"][name]["weights_bytes"] for name in ("small decode", "other"))
+    engine.unload("other")
+    load_other(about["free_bytes"] + least + own // 2)
+    assert engine.weights_state("small") == "host"
+    assert tokens(text(engine)) == wanted
+    assert engine.weights_state("other") == "host"
+    engine.infer_sync("other", {"x": np.ones(64, np.float32)})
+    engine.unload("other")
+    assert tokens(text(engine)) == wanted

@@ -17,7 +17,7 @@ from paellapy.scheduler.models.model_folder import LanguageModelError
 from paellapy.scheduler.models.weights import WeightFileError
 
 PLAIN = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
     "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 512,
 }  # fmt: skip
 
@@ -37,7 +37,7 @@ def test_frequencies_are_those_of_the_library(name: str, tmp_path: Path) -> None
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures"), ({"architectures": None}, "architectures"),
         ({"hidden_size": "wide"}, "hidden_size"), ({"num_key_value_heads": 3}, "num_key_value_heads"),
-        ({"head_dim": 80}, "head_dim"), ({"hidden_act": "relu"}, "hidden_act"), ({"dtype": "int8"}, "dtype"),
+        ({"head_dim": 80}, "head_dim"), ({"head_dim": 16}, "head_dim"), ({"hidden_act": "relu"}, "hidden_act"), ({"dtype": "int8"}, "dtype"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type"), ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "attention_bias"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8,
