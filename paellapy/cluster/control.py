@@ -324,7 +324,7 @@ def status() -> dict[str, Any]:
 
 
 def _engines() -> list[str]:
-    return sorted(replicas.entries(replicas.ENGINES))
+    return sorted(replicas.engines())
 
 
 def scale(engines: int) -> None:

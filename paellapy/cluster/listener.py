@@ -29,7 +29,7 @@ from paellapy.cluster.aggregate import (
 )
 from paellapy.cluster.engine_state import members_of
 from paellapy.cluster.headers import digest_of
-from paellapy.cluster.processes import Kept, RouterTask
+from paellapy.cluster.processes import RouterTask, kept
 from paellapy.cluster.router import Forward, Router, RouterOptions
 from paellapy.instrument.errors import ArgumentError
 from paellapy.serving import routes
@@ -265,14 +265,14 @@ class Routers:
         self.url = url_of(self._shares.address, tls=False)
         descriptors = [self._shares[k].fileno() for k in range(number)]
         self._task = RouterTask(engines=dict(engines), options=asdict(options), descriptors=descriptors)
-        self.kept = Kept(self._task, descriptors)
+        self.kept = kept(self._task, descriptors)
 
     def look(self) -> None:
         """Starts a keeper that has ended again. The sockets stay open, so that connections wait there meanwhile."""
         if self.kept.ended:
             log.error("the routers ended and are started again")
             self.kept.end()
-            self.kept = Kept(self._task, self._task.descriptors)
+            self.kept = kept(self._task, self._task.descriptors)
 
     def close(self) -> None:
         self._shares.close()

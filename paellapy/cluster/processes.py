@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import os
 import socket
-import subprocess
-import sys
-import threading
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from paellapy.serving.workers.keeper import Kept, Task
+
 # Settings for a Ray that is started here. By default its workers run at nice 15, so any other process would come
-# before them on a busy CPU; and a node is declared dead only after five checks, one every 3 s.
-RAY_SETTINGS = {"RAY_worker_niceness": "0", "RAY_health_check_period_ms": "1000"}
+# before them on a busy CPU; and a node is declared dead only after five failed checks, one every 3 s.
+RAY_SETTINGS = {"RAY_worker_niceness": "0", "RAY_health_check_period_ms": "300"}
 MODULE = "paellapy.cluster.keeper"
-VARIABLE = "PAELLAPY_TASK"  # of the environment, which other users cannot read: a task may hold keys
 ASK_S = 2.0
-STOP_S = 40.0  # a server's own drain takes up to 30
 
 
-class EngineTask(msgspec.Struct, kw_only=True, tag=True):
+class EngineTask(Task, kw_only=True, tag=True):
     """A server. `loaded`: models to load at its start; the others wait for a plan."""
 
     config: dict[str, Any]
@@ -36,76 +32,27 @@ class EngineTask(msgspec.Struct, kw_only=True, tag=True):
     folder: str
     host: str
     port: int
+    name: str = ""  # in the cluster
+    gpus: str = ""  # those that it may use, as in CUDA_VISIBLE_DEVICES
     hung_s: float = 5.0
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return self.config, self.names, self.folder, self.host, self.gpus, self.hung_s
 
-class RouterTask(msgspec.Struct, kw_only=True, tag=True):
+
+class RouterTask(Task, kw_only=True, tag=True):
     """A router for each descriptor of a socket. `options` are those of `RouterOptions`."""
 
     engines: dict[str, str]
     options: dict[str, Any]
-    models: list[str] = []
-    descriptors: list[int] = []
+    models: list[str] = msgspec.field(default_factory=list)
+    descriptors: list[int] = msgspec.field(default_factory=list)
     waits: bool = False  # until its engines are heard, before it listens: others may listen on the port already
-    hung_s: float = 1.0
 
 
-Task = EngineTask | RouterTask
-
-
-class Health(msgspec.Struct, kw_only=True):
-    """What a keeper says of its workers. `alive`: each was heard since it was forked."""
-
-    pids: list[int] = []
-    starts: int = 0
-    alive: bool = False
-
-
-class Kept:
-    """A keeper, as seen by the process that has started it."""
-
-    def __init__(self, task: Task, pass_fds: Sequence[int] = ()) -> None:
-        self.health = Health()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=list(pass_fds),
-            env={**os.environ, VARIABLE: msgspec.json.encode(task).decode(), "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # Ctrl-C reaches only us
-        )
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        decode = msgspec.json.Decoder(Health).decode
-        with self.process.stdout as lines:
-            for line in lines:
-                self.health = decode(line)
-
-    @property
-    def ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def tell(self, **changes: Any) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.write(msgspec.json.encode(changes) + b"\n")
-            self.process.stdin.flush()
-
-    def end(self, within_s: float = STOP_S) -> None:
-        """Asks it to stop, and kills it if it does not."""
-        if not self.ended:
-            self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(within_s)
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        self._listener.join()
+def kept(task: EngineTask | RouterTask, descriptors: Sequence[int] = ()) -> Kept:
+    return Kept(task, MODULE, descriptors)
 
 
 def ask(url: str, key: str | None = None, data: bytes | None = None, within_s: float = ASK_S) -> bytes:
@@ -126,12 +73,3 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def be_as_important_as_others() -> None:
-    """Raises the CPU priority to normal: Ray's workers run at nice 15, but engines and routers answer people.
-
-    This needs privileges; without them, start Ray with RAY_worker_niceness=0.
-    """
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))

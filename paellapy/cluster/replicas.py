@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import socket
 import threading
 import time
@@ -22,48 +23,59 @@ import ray
 from ray import serve
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
-from paellapy.cluster.processes import EngineTask, Kept, RouterTask, answers, ask, be_as_important_as_others, free_port
+from paellapy.cluster.processes import EngineTask, RouterTask, answers, ask, free_port, kept
 from paellapy.serving.logs import configure, log
+from paellapy.serving.workers.keeper import Kept
 
 read, keys, forget = _internal_kv_get, _internal_kv_list, _internal_kv_del  # of Ray's store
 
 ENGINES, DRAINS = b"paellapy-engine:", b"paellapy-drain:"
 FEED_S = 0.1
 LOAD_S = 600.0
+ALONE_S = 15.0  # an engine waits so long for another replica when its own has ended
+ALONE_ANSWER_S = 0.5
 MOST_STARTS = 3  # of a server that never answers
 
 
-def entries(prefix: bytes) -> dict[str, bytes]:
-    """Entries of replicas in Ray's store, by replica. Those that replicas left behind when they ended are removed."""
-    found = {key: read(key) for key in keys(prefix)}
+def engines() -> dict[str, str]:
+    """Addresses of engines in Ray's store, by name. Those that were left behind are removed: their replica has ended,
+    and they do not answer.
+    """
+    found = {key: read(key) for key in keys(ENGINES)}
     # Looked up after the entries: who has an entry was there before
     alive = {each["name"].rpartition("#")[2] for each in ray.util.list_named_actors(all_namespaces=True)}
-    names = {key: key.removeprefix(prefix).decode() for key in found}
-    for key, name in names.items():
-        if name.rpartition("-")[2] not in alive:
+    urls: dict[str, str] = {}
+    for key, value in found.items():
+        replica, _, url = (value or b"").decode().partition(" ")
+        if replica in alive or (url and answers(url + "/v2/health/live", ALONE_ANSWER_S)):
+            urls[key.removeprefix(ENGINES).decode()] = url
+        else:
             forget(key)
-            del found[key]
-    return {names[key]: value for key, value in found.items() if value}
+    return urls
 
 
 def write(key: bytes, value: bytes) -> None:
     _internal_kv_put(key, value, overwrite=True)
 
 
-def _own_name(kind: str) -> str:
-    return f"{kind}-{serve.get_replica_context().replica_id.unique_id}"
+def _replica_id() -> str:
+    return str(serve.get_replica_context().replica_id.unique_id)
 
 
 class EngineReplica:
-    """A server on the GPU that Ray has assigned, with a keeper that forks it again when it ends or falls silent."""
+    """A server on the GPU that Ray has assigned, with a keeper that forks it again when it ends or falls silent.
+
+    If a replica's process is lost, its server goes on, and the replica that Serve starts in its place adopts it.
+    """
 
     def __init__(self, task: dict[str, Any], key: str | None, host: str | None, ready_s: float) -> None:
         configure("text", "info")
-        be_as_important_as_others()  # its server inherits the priority
-        host = host or str(ray.util.get_node_ip_address())
-        self._task = EngineTask(**task, loaded=[], host=host, port=free_port(host))
-        self._url = f"http://{host}:{self._task.port}"
-        self.name, self._key, self._ready_s = _own_name("engine"), key, ready_s
+        host, self._replica = host or str(ray.util.get_node_ip_address()), _replica_id()
+        self._task = EngineTask(
+            **task, loaded=[], host=host, port=free_port(host), name=f"engine-{self._replica}",
+            gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""), alone_s=ALONE_S,
+        )  # fmt: skip
+        self._key, self._ready_s = key, ready_s
         self._kept: Kept | None = None
         self._leaving: threading.Thread | None = None
 
@@ -71,18 +83,29 @@ class EngineReplica:
         """Called after the start, and when a plan changes the models: they are loaded before others are unloaded."""
         await asyncio.to_thread(self._start if self._kept is None else self._change, config["models"])
 
+    @property
+    def _url(self) -> str:
+        return f"http://{self._task.host}:{self._task.port}"
+
+    @property
+    def _entry(self) -> bytes:
+        return ENGINES + self._task.name.encode()
+
     def _start(self, models: list[str]) -> None:
         self._task.loaded = models
-        self._kept = kept = Kept(self._task)
+        self._kept = found = kept(self._task)
+        self._task = found.task
         until = time.monotonic() + self._ready_s
         while not answers(self._url + "/v2/health/ready"):
-            ends = kept.ended or (not kept.health.alive and kept.health.starts > MOST_STARTS)
+            ends = found.ended or (not found.health.alive and found.health.starts > MOST_STARTS)
             if ends or time.monotonic() > until:
-                kept.end(0.0)
+                found.end(0.0)
                 late, ended = f"was not ready within ready_s = {self._ready_s:g}", "ended: see this replica's log"
                 raise RuntimeError(f"the engine's server {ended if ends else late}")
             time.sleep(0.05)
-        write(ENGINES + self.name.encode(), self._url.encode())
+        write(self._entry, f"{self._replica} {self._url}".encode())
+        if found.adopted:
+            self._change(models)
 
     def _change(self, models: list[str]) -> None:
         assert self._kept is not None
@@ -93,7 +116,7 @@ class EngineReplica:
             try:
                 ask(f"{self._url}/v2/repository/models/{name}/{what}", self._key, b"{}", LOAD_S)
             except urllib.error.HTTPError as e:
-                fields = {"engine": self.name, "model": name, "why": e.read().decode()}
+                fields = {"engine": self._task.name, "model": name, "why": e.read().decode()}
                 log.error("a model could not be moved", extra={"fields": fields})
                 return  # those it has stay
 
@@ -107,7 +130,7 @@ class EngineReplica:
 
     def check_health(self) -> None:
         """Also looks whether it has to leave (`paellapy cluster drain`)."""
-        if self._leaving is None and read(DRAINS + self.name.encode()):
+        if self._leaving is None and read(DRAINS + self._task.name.encode()):
             self._leaving = threading.Thread(target=self.leave)
             self._leaving.start()
         if self._kept is not None and self._kept.ended:
@@ -115,7 +138,7 @@ class EngineReplica:
 
     def leave(self) -> None:
         """Routers forget the engine, then it finishes its requests."""
-        forget(ENGINES + self.name.encode())
+        forget(self._entry)
         time.sleep(2 * FEED_S)
         if self._kept is not None:
             self._kept.end()
@@ -129,21 +152,20 @@ class RouterReplica:
 
     def __init__(self, options: dict[str, Any], models: list[str]) -> None:
         configure("text", "warning")
-        be_as_important_as_others()
-        self.name, self._drain_s = _own_name("router"), options["drain_s"]
+        self._drain_s = options["drain_s"]
         self._socket = _shared_socket(options["host"], options["port"])
         fd = self._socket.fileno()
-        self._kept = Kept(RouterTask(engines={}, options=options, models=models, descriptors=[fd], waits=True), [fd])
+        self._kept = kept(RouterTask(engines={}, options=options, models=models, descriptors=[fd], waits=True), [fd])
         threading.Thread(target=self._feed, daemon=True).start()
 
     def _feed(self) -> None:
         """Tells the router of every change of the engines. While Ray's store is away, it keeps those it knows."""
-        known: dict[str, bytes] = {}
+        known: dict[str, str] = {}
         while not self._kept.ended:
             with contextlib.suppress(Exception):
-                if (found := entries(ENGINES)) != known:
+                if (found := engines()) != known:
                     known = found
-                    self._kept.tell(engines={name: url.decode() for name, url in known.items()})
+                    self._kept.tell(engines=known)
             time.sleep(FEED_S)
 
     def check_health(self) -> None:

@@ -19,9 +19,10 @@ from router_server import INFER, body, check
 from serving_server import ask, running
 
 from paellapy.cli.cluster import named_engines, route
+from paellapy.cluster import processes
 from paellapy.cluster.keeper import heard_over_http
 from paellapy.cluster.listener import Routers
-from paellapy.cluster.processes import EngineTask, Kept, free_port
+from paellapy.cluster.processes import EngineTask, free_port
 from paellapy.cluster.router import RouterOptions
 from paellapy.instrument.errors import ArgumentError
 
@@ -44,7 +45,7 @@ def kept_engine(tmp_path, **options):
         config=config, names=["scale", "spare"], loaded=["scale"], folder=str(tmp_path), host="127.0.0.1",
         port=free_port("127.0.0.1"), **options,
     )  # fmt: skip
-    kept = Kept(task)
+    kept = processes.kept(task)
     try:
         yield kept, types.SimpleNamespace(port=task.port)
     finally:
