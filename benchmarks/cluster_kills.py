@@ -1,12 +1,14 @@
-"""A cluster on three Ray nodes whose parts are killed in turn, and that is changed, while clients check every answer.
+"""A cluster on four Ray nodes whose parts are killed in turn, and that is changed, while clients check every answer.
 
-    python benchmarks/cluster_kills.py [--rounds 5] [--kills 30] [--parts engine router ...] [--against CHECKOUT]
+    python benchmarks/cluster_kills.py [--rounds 5] [--kills 30] [--parts node engine ...] [--against CHECKOUT]
 
 For every event: answers, wrong ones, errors, broken connections, the longest time without any answer, the slowest
 request, and the seconds until two engines have their models again. Before that, as the median of the rounds: the median
-time of a request, and requests a second. Parts of earlier runs stay in the file.
+time of a request and requests a second, of this cluster, of `paellapy cluster route` in front of two servers, and of
+the cluster of another checkout. Every part is stored when it is done; parts of earlier runs stay in the file.
 
-Ray's GCS keeps its state in RocksDB, and is started again at once when it is killed, as KubeRay or systemd would do.
+Ray's GCS keeps its state in RocksDB, and is started again at once when it is killed, as KubeRay or systemd would do. A
+lost node takes all its processes along, as a machine would; another one joins when two engines are there again.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import arguments, medians, save, show, stored, trees
+from harness import ROOT, arguments, medians, save, show, stored, trees
 
 from paellapy import demo
-from paellapy.cluster.processes import free_port
+from paellapy.cluster.processes import RAY_SETTINGS, answers, free_port
 from paellapy.serving.bench.arrivals import Load
 from paellapy.serving.bench.load import run_bench
 
@@ -52,20 +54,16 @@ factory = "paellapy.demo:load"
 arguments = {{ name = "cnn" }}
 """
 PATIENCE_S = 90.0
-QUIET_S = 0.5  # before every event, and after it
-CHANGES = 6
+QUIET_S = 0.3  # before every event, and after it
+LEAST_S = 1.5
+STOPS = 6  # of a process that stays silent: each takes as long as the setting says
+LEAST_CHECKED = 10_000  # answers during changes
 PACE_S = 0.05  # of each client: the machine is not to be busy with them
-RAY = {"RAY_worker_niceness": "0", "RAY_health_check_period_ms": "1000"}
-# Words in the command lines of parts, here and in checkouts before there was a control plane of Ray Serve
-PARTS = {
-    "engine": ("paellapy-engines", "ray::EngineActor"),
-    "replica of an engine": ("paellapy-engines", "ray::EngineActor"),
-    "router": ("paellapy-routers", "ray::RouterActor"),
-    "replica of a router": ("paellapy-routers", "ray::RouterActor"),
-    "controller": ("ray::ServeController", "ray::Controller"),
-}
-OTHERS = ("node", "GCS", "stop: router", "stop: engine", "another policy")
-WORDS = sorted({word for words in PARTS.values() for word in words} | {"paellapy.cluster", "gcs_server"})
+MARK = "PAELLAPY_CLUSTER_KILLS"  # in the environment of all processes of a cluster
+# A node is lost first: later, keepers may have been adopted from another one.
+ENGINE, ROUTER, CONTROLLER = "paellapy-engines", "paellapy-routers", "ray::ServeController"
+REPLICAS = {"replica of an engine": ENGINE, "replica of a router": ROUTER, "controller": CONTROLLER}
+PARTS = ("node", "engine", "router", *REPLICAS, "GCS", "stop: router", "stop: engine", "another policy")
 
 
 class Clients:
@@ -128,46 +126,73 @@ def command(pid: int) -> str:
     return ""
 
 
+def keepers(mark: str, kind: str = "") -> list[int]:
+    """Keepers of the processes with this mark; those that were adopted are nobody's children."""
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            if "paellapy.cluster.keeper" in command(pid):
+                environment = Path(f"/proc/{pid}/environ").read_text()
+                if f"{MARK}={mark}" in environment and f'"type":"{kind}' in environment:
+                    found.append(pid)
+    return found
+
+
 class Cluster:
-    """Three Ray nodes on this machine and a cluster on them, all of them processes of one checkout."""
+    """Four Ray nodes on this machine, three of which have a virtual GPU, and a cluster of two engines on them."""
 
     def __init__(self, tree: Path, folder: Path) -> None:
         from ray.cluster_utils import Cluster as Nodes
 
-        self.port = free_port("127.0.0.1")
+        self.port, self._mark = free_port("127.0.0.1"), str(folder)
         self._file, self._policy = folder / "cluster.toml", "paella"
         store = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
-        os.environ.update({**RAY, **store, "PYTHONPATH": str(tree)})
+        os.environ.update({**RAY_SETTINGS, **store, "PYTHONPATH": str(tree), MARK: self._mark})
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled once
         self._nodes = Nodes()
-        self._ray = [self._node() for _ in range(3)]
+        self._ray = [self._node(gpus) for gpus in (0, 1, 1, 1)]
         self._env = {**os.environ, "RAY_ADDRESS": self._nodes.address}
         self._started: list[subprocess.Popen[bytes]] = []
         self._victim = 0  # the process that a signal was sent to last
         self._write()
-        self._start("paellapy", "cluster", "serve", str(self._file))
+        self._start("cluster", "serve", str(self._file))
         while not self.has_two():
             time.sleep(0.2)
         time.sleep(3.0)
         self._census = self.census()
 
-    def _node(self) -> Any:
+    def _node(self, gpus: int = 1) -> Any:
         return self._nodes.add_node(
-            resources={"virtual_gpu": 2}, include_dashboard=False, num_cpus=1, object_store_memory=80 << 20
+            resources={"virtual_gpu": gpus}, include_dashboard=False, num_cpus=0, object_store_memory=80 << 20
         )
+
+    def route(self, number: int = 2) -> str:
+        """Starts servers and routers without Ray, too; returns the address."""
+        ports = [free_port("127.0.0.1") for _ in range(number + 1)]
+        text = self._file.read_text().partition("[cluster]")[0] + self._file.read_text().partition('"127.0.0.1"')[2]
+        (file := self._file.with_name("serve.toml")).write_text(text)
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        for port in ports[:-1]:
+            self._start("serve", str(file), "--port", str(port))
+        self._start("cluster", "route", *urls[:-1], "--routers", "2", "--port", str(ports[-1]))
+        while not answers(urls[-1] + "/v2/health/ready"):
+            time.sleep(0.2)
+        return urls[-1]
 
     def census(self) -> list[int]:
         """Processes of each kind."""
         lines = [command(pid) for pid in children(os.getpid())]
-        return [sum(word in line for line in lines) for word in WORDS]
+        kinds = [keepers(self._mark, kind) for kind in ("EngineTask", "RouterTask")]
+        servers = [sum(len(children(pid)) for pid in kind) for kind in kinds]
+        return [sum(word in line for line in lines) for word in (*REPLICAS.values(), "gcs_server")] + servers
 
     def is_whole(self) -> bool:
         """Whether what was killed or stopped is gone, and no part is missing."""
         is_full = all(now >= before for now, before in zip(self.census(), self._census, strict=True))
         return is_full and not command(self._victim)
 
-    def _start(self, module: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", module, *arguments]
+    def _start(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "paellapy", *arguments]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self._started.append(subprocess.Popen(command, env=self._env, **quiet))  # type: ignore[call-overload]
 
@@ -184,37 +209,50 @@ class Cluster:
         ready = [each["up"] and [m["state"] for m in each["models"].values()] == ["READY"] * 2 for each in engines]
         return ready.count(True) == 2
 
-    def part(self, name: str) -> int:
-        """A process of this kind: the last one, since the first is where routers were started."""
-        actors = [pid for pid in children(os.getpid()) if any(word in command(pid) for word in PARTS[name])]
-        own = [pid for pid in children(actors[-1]) if "paellapy.cluster" in command(pid)]
-        return own[-1] if name in ("engine", "router") and own else actors[-1]
-
     def signal(self, name: str, number: int) -> None:
-        self._victim = self.part(name)
+        """To the newest process of this kind."""
+        if word := REPLICAS.get(name):
+            found = [pid for pid in children(os.getpid()) if word in command(pid)]
+        else:
+            kind = "EngineTask" if name == "engine" else "RouterTask"
+            found = [pid for keeper in keepers(self._mark, kind) for pid in children(keeper)]
+        self._victim = max(found)
         os.kill(self._victim, number)
 
-    def kill_node(self) -> None:
-        """Kills the older one of those that are not the first, with all its workers, and adds another."""
-        self._nodes.remove_node(self._ray.pop(1), allow_graceful=False)
-        self._ray.append(self._node())
+    def lose_node(self) -> Callable[[], None]:
+        """Kills all processes of one with an engine; returns what adds another."""
+        found = []
+        for node in self._ray:
+            (raylet,) = node.all_processes["raylet"]
+            lost = children(raylet.process.pid)
+            with_engine, routers = (sum(word in command(pid) for pid in lost) for word in (ENGINE, ROUTER))
+            if with_engine:  # routers belong to the first machine, but all nodes have its address here
+                found.append((routers, node.node_id, node, lost))
+        *_, node, lost = min(found)
+        # Parents last: Ray's own would start others
+        own = [pid for pid in lost if "paellapy.cluster.keeper" in command(pid)]
+        for pid in [*own, *lost]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._ray.remove(node)
+        self._nodes.remove_node(node, allow_graceful=False)
+        return lambda: self._ray.append(self._node())
 
     def kill_gcs(self) -> None:
         self._nodes.head_node.kill_gcs_server()
         self._nodes.head_node.start_gcs_server()
 
     def change(self) -> None:
-        """Sets another policy: in place, or by taking the cluster down if its version cannot do that."""
+        """Sets another policy in place."""
         self._policy = "srpt" if self._policy == "paella" else "paella"
         self._write()
-        run = [sys.executable, "-m", "paellapy", "cluster"]
-        if subprocess.run([*run, "apply", str(self._file)], env=self._env, capture_output=True).returncode:
-            subprocess.run([*run, "down"], env=self._env, check=True, capture_output=True)
-            self._start("paellapy", "cluster", "serve", str(self._file))
+        run = [sys.executable, "-m", "paellapy", "cluster", "apply", str(self._file)]
+        subprocess.run(run, env=self._env, check=True, capture_output=True)
 
     def close(self) -> None:
         for each in reversed(self._started):
             each.terminate()
+        for each in reversed(self._started):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 each.wait(60)
             each.kill()
@@ -226,15 +264,19 @@ def event(clients: Clients, cluster: Cluster, what: Callable[[], object]) -> dic
     """What clients see of something that happens, and for how long."""
     time.sleep(QUIET_S)
     wrong, errors, broken, at = len(clients.wrong), len(clients.errors), clients.broken, time.monotonic()
-    what()
+    afterwards = what()
     again_s = 0.0
     while time.monotonic() - at < PATIENCE_S:
         time.sleep(0.1)
         if not cluster.has_two():
             again_s = 0.0
-        elif not again_s:
-            again_s = time.monotonic() - at
-        if again_s and time.monotonic() - at > 1.0 and cluster.is_whole():
+            continue
+        again_s = again_s or time.monotonic() - at
+        if time.monotonic() - at < LEAST_S:  # what is lost may not have been noticed yet
+            continue
+        if callable(afterwards):
+            afterwards = afterwards()
+        if cluster.is_whole():
             break
     time.sleep(QUIET_S)
     ends = sorted(end for _, end in clients.answers if end >= at - 0.1)
@@ -246,31 +288,38 @@ def event(clients: Clients, cluster: Cluster, what: Callable[[], object]) -> dic
     }  # fmt: skip
 
 
-def events(cluster: Cluster, o: Any) -> Iterator[tuple[str, Callable[[], object]]]:
+def events(cluster: Cluster, clients: Clients, o: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Each part with what was seen every time."""
     for name in o.parts:
+        stops = name.startswith("stop: ")
         what: Callable[[], object] = {
-            "node": cluster.kill_node, "GCS": cluster.kill_gcs, "another policy": cluster.change,
-        }.get(name) or partial(cluster.signal, name.removeprefix("stop: "),
-                               signal.SIGSTOP if name.startswith("stop: ") else signal.SIGKILL)  # fmt: skip
-        for _ in range(min(o.kills, CHANGES) if name == "another policy" else o.kills):
-            yield name, what
+            "node": cluster.lose_node, "GCS": cluster.kill_gcs, "another policy": cluster.change,
+        }.get(name) or partial(
+            cluster.signal, name.removeprefix("stop: "), signal.SIGSTOP if stops else signal.SIGKILL
+        )  # fmt: skip
+        seen: list[dict[str, Any]] = []
+        few = stops or name == "another policy"
+        checked = 0 if name == "another policy" and o.kills >= STOPS else LEAST_CHECKED
+        while len(seen) < (min(o.kills, STOPS) if few else o.kills) or checked < LEAST_CHECKED:
+            seen.append(event(clients, cluster, what))
+            checked += seen[-1]["answers"]
+            print(name, seen[-1], flush=True)
+        yield name, seen
 
 
-def run_of(tree: Path, o: Any) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Cluster(tree, Path(folder))) as cluster:
-        speeds = []
-        for _ in range(o.rounds):
-            speeds.append({})
-            for number in (1, 32):
-                load = Load(("mlp",), concurrency=number, duration_s=o.seconds, warmup_s=o.seconds / 4)
-                found = run_bench(f"http://127.0.0.1:{cluster.port}", load)["all"]
-                speeds[-1][str(number)] = {"p50_ms": found["latency_ms"]["p50"], "per_s": found["answered_per_s"]}
-        with contextlib.closing(Clients(cluster.port)) as clients:
-            seen: dict[str, list[dict[str, Any]]] = {}
-            for name, what in events(cluster, o):
-                seen.setdefault(name, []).append(event(clients, cluster, what))
-                print(name, seen[name][-1], flush=True)
-    return {"speed": medians(speeds) if speeds else {}, "events": {name: together(each) for name, each in seen.items()}}
+def speeds(urls: dict[str, str], o: Any) -> dict[str, Any]:
+    """Of each cluster, in turns."""
+    runs: list[dict[str, dict[str, Any]]] = []
+    for _ in range(o.rounds):
+        runs.append({name: {} for name in urls})
+        for number in (1, 32):
+            load = Load(("mlp",), concurrency=number, duration_s=o.seconds, warmup_s=o.seconds / 4)
+            for name, url in urls.items():
+                found = run_bench(url, load)["all"]
+                runs[-1][name][str(number)] = {
+                    "p50_ms": found["latency_ms"]["p50"], "per_s": found["answered_per_s"],
+                }  # fmt: skip
+    return medians(runs) if runs else {}
 
 
 def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -282,30 +331,53 @@ def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = arguments(__doc__, seconds=4.0, rounds=5, against=True)
-    parser.add_argument("--kills", type=int, default=30, help="of each part")
-    parser.add_argument("--parts", nargs="+", choices=[*PARTS, *OTHERS], default=[*PARTS, *OTHERS])
-    o = parser.parse_args()
-    results = stored("cluster_kills", o.out)
-    for name, tree in trees(o).items():
-        found = run_of(tree, o)
-        before = results.get(name, {"speed": {}, "events": {}})
-        results[name] = {key: {**before[key], **found[key]} for key in found}
+def show_and_save(results: dict[str, Any], o: Any) -> None:
     keys = ("times", "answers", "wrong", "errors", "broken", "longest_pause_s_median", "longest_pause_s", "slowest_s",
             "two_again_s_median", "two_again_s")  # fmt: skip
     head = ["what is killed", "times", "answers", "wrong", "errors", "broken connections", "longest pause, s: median",
             "worst", "slowest request, s", "two engines again, s: median", "worst"]  # fmt: skip
-    tables: dict[str, list[Sequence[object]]] = {}
-    for name, found in results.items():
-        rows = [
-            [what, *(f"{e[key]:.2f}" if "_s" in key else f"{e[key]:,}" for key in keys)]
-            for what, e in found["events"].items()
-        ]
-        print(name, found["speed"])
-        show(f"a cluster whose parts are killed ({name})", head, rows)
-        tables["cluster-kills" if name == "now" else "cluster-kills-before"] = [head, *rows]
-    print(save("cluster_kills", results, folder=o.out, tables=tables))
+    rows = [
+        [what, *(f"{e[key]:.2f}" if "_s" in key else f"{e[key]:,}" for key in keys)]
+        for what, e in results["events"].items()
+    ]
+    fast = ["", "p50, ms: 1 client", "32 clients", "requests/s: 1 client", "32 clients"]
+    names = {
+        "now": "`paellapy cluster serve`", "route": "`paellapy cluster route`",
+        "before": "cluster with its own control plane",
+    }  # fmt: skip
+    speed = [
+        [names[name], *(f"{each[n]['p50_ms']:.2f}" for n in each), *(f"{each[n]['per_s']:,.0f}" for n in each)]
+        for name, each in results["speed"].items()
+    ]
+    show("speed", fast, speed)
+    show("a cluster whose parts are killed", head, rows)
+    tables: dict[str, list[Sequence[object]]] = {"cluster-kills": [head, *rows], "cluster-speed": [fast, *speed]}
+    print(save("cluster_kills", results, folder=o.out, tables={k: t for k, t in tables.items() if len(t) > 1}))
+
+
+def main() -> None:
+    parser = arguments(__doc__, seconds=2.0, rounds=5, against=True)
+    parser.add_argument("--kills", type=int, default=30, help="of each part")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    o = parser.parse_args()
+    results = {"speed": {}, "events": {}, **stored("cluster_kills", o.out)}
+    with contextlib.ExitStack() as stack:
+        clusters = {}
+        for name, tree in reversed(trees(o).items()):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            clusters[name] = stack.enter_context(contextlib.closing(Cluster(tree, folder)))
+        if o.rounds:
+            urls = {name: f"http://127.0.0.1:{each.port}" for name, each in clusters.items()}
+            results["speed"] = speeds({**urls, "route": clusters["now"].route()}, o)
+            show_and_save(results, o)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(Cluster(ROOT, Path(folder))) as cluster,
+        contextlib.closing(Clients(cluster.port)) as clients,
+    ):
+        for name, seen in events(cluster, clients, o):
+            results["events"][name] = together(seen)
+            show_and_save(results, o)
 
 
 if __name__ == "__main__":
