@@ -240,12 +240,18 @@ class VirtualLauncher(Launcher):
         self._refusal: PaellaError | None = None
         threads, has_tma = WARP * draft.metadata.get("num_warps", 4), device.part.sm.capability >= (9, 0)
         self.program = TtirProgram.parse(draft.ttir, draft.name, threads, has_tma)
-        self.program.resident = self._resident
+        self.program.fits = self._fits
         if "tt.elementwise_inline_asm" in draft.ttir:
             _ = self.compiled  # only `ptxas` knows whether this GPU has the instructions
 
+    def _fits(self, running: int) -> bool:
+        """Whether the GPU holds another of its blocks beside so many, in programs of Triton's."""
+        if running < self.device.part.sms and self._draft.metadata.get("num_ctas", 1) == 1:
+            return True  # known before it is compiled: an SM holds at least one block of a kernel that can run
+        return running < self._resident
+
+    @functools.cached_property
     def _resident(self) -> int:
-        """The number of its blocks that the GPU holds at once, in programs of Triton's."""
         made, part = self.compiled, self.device.part
         cluster = made.source.cluster
         held = occupancy(part, self.threads, made.registers, made.shared_bytes, cluster).blocks_per_sm

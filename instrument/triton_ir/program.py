@@ -296,13 +296,13 @@ def same_values(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, int | str) and a == b)
 
 
-def take_turns(kernel: str, bodies: list[Body], memory: Callable[[], int], resident: int = MAX_RESIDENT) -> None:
+def take_turns(kernel: str, bodies: list[Body], memory: Callable[[], int], fits: Callable[[int], bool]) -> None:
     """Runs all bodies to their ends; each receives a function to call while it waits.
 
-    At most `resident` blocks have started and not ended, as on a GPU. `memory` returns a number that stands for the
-    contents of the memory that the kernel writes. Blocks that take work from a queue may loop many times before one of
-    them finishes, and changes of memory show that they make progress. If neither memory nor any block changes while
-    each has its turns, they wait for ever.
+    `fits` says whether the GPU holds another block beside so many that have not ended. `memory` returns a number that
+    stands for the contents of the memory that the kernel writes. Blocks that take work from a queue may loop many times
+    before one of them finishes, and changes of memory show that they make progress. If neither memory nor any block
+    changes while each has its turns, they wait for ever.
     """
     turns = Turns(bodies)
     workers: list[Worker] = []
@@ -310,7 +310,7 @@ def take_turns(kernel: str, bodies: list[Body], memory: Callable[[], int], resid
     idle, still, done, seen, looks = 0, 0, 0, memory(), 0
     try:
         while turns.left or waiting:
-            full = not turns.left or len(waiting) >= resident
+            full = not turns.left or not fits(len(waiting))
             if full:
                 worker = waiting.popleft()
             else:
@@ -382,7 +382,8 @@ class TtirProgram:
 
     def __init__(self, module: Module, kernel: str, threads: int = 128, has_tma: bool = True) -> None:
         self.kernel = kernel
-        self.resident: Callable[[], int] = lambda: MAX_RESIDENT  # blocks that the GPU holds at once
+        # Whether the GPU holds another block beside so many.
+        self.fits: Callable[[int], bool] = lambda running: running < MAX_RESIDENT
         self.module = module
         lowering = Lowering(module, kernel, threads, has_tma)
         self._entry = lowering.program()
@@ -568,7 +569,7 @@ class TtirProgram:
         def contents() -> int:
             return hash(tuple(zlib.crc32(flat.data) for flat in written if flat is not None))
 
-        take_turns(self.kernel, [body(row) for row in range(len(ids))], contents, self.resident())
+        take_turns(self.kernel, [body(row) for row in range(len(ids))], contents, self.fits)
         return cost
 
     def _remember(self, key: Any, recorded: Recorded) -> None:

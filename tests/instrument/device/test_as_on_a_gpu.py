@@ -17,6 +17,7 @@ from triton import knobs
 from triton.language.extra import libdevice
 
 import paellapy as pp
+from paellapy.instrument.device.virtual_launch import VirtualLauncher
 from paellapy.instrument.errors import HintWarning, LaunchError
 from paellapy.instrument.triton_ir import elementwise
 from paellapy.instrument.triton_ir import libdevice as ours
@@ -340,6 +341,13 @@ def test_a_barrier_over_the_grid_needs_all_blocks_on_the_gpu_at_once():
     assert count == held
     with failing(LaunchError, kernel="all_arrive", field="grid", given=held + 1, limit=held):
         kernel[held + 1,](np.zeros(1, np.int32), held + 1, num_warps=32)
+
+
+def test_a_barrier_of_no_more_blocks_than_sms_needs_no_compiler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(VirtualLauncher, "compiled", property(lambda launcher: pytest.fail("compiled")))
+    count = np.zeros(1, np.int32)
+    pp.kernel(all_arrive)[132,](count, 132)
+    assert count == 132
 
 
 @triton.jit
