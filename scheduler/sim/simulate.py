@@ -249,6 +249,9 @@ def simulate(
     check_conserved(arrivals["time_ns"], jobs[jobs["source"] == codes.NONE]["arrival_ns"])
     answered = jobs[jobs["status"] == codes.OK]
     check_ordered(answered["arrival_ns"], answered["started_ns"], answered["finish_ns"])
+    check_in_turn(jobs)
+    gpu_ms = _gpu_times(state, programs, numbers)
+    check_gpu_time(gpu_ms)
     end_ns = float(f.records["finish_ns"][: f.sim["records"][0]].max(initial=0))
     return Results(
         policy=chosen.name,
@@ -263,7 +266,7 @@ def simulate(
         trace=trace,
         clients=tuple(numbers),
         numbers=numbers,
-        gpu_ms=_gpu_times(state, programs, numbers),
+        gpu_ms=gpu_ms,
         chats=tuple(each.result(end_ns / 1e9) for each in writers),
     )
 
@@ -281,6 +284,23 @@ def check_ordered(*times_ns: NDArray[np.int64]) -> None:
         if backwards := int((after < before).sum()):
             text = f"{backwards} requests of the run were answered before they began or came: report this fault"
             raise SimulationError(text, field="times", given=backwards, limit=0)
+
+
+def check_in_turn(jobs: Table) -> None:
+    """Raises SimulationError unless each client of a closed loop sends its next request after the answer."""
+    looped = jobs[jobs["source"] >= 0]
+    looped = looped[np.lexsort((looped["arrival_ns"], looped["source"]))]
+    same = looped["source"][1:] == looped["source"][:-1]
+    check_ordered(looped["finish_ns"][:-1][same], looped["arrival_ns"][1:][same])
+
+
+def check_gpu_time(gpu_ms: Mapping[str, Mapping[str, float]]) -> None:
+    """Raises SimulationError unless the GPU's busy time is that of all models together, and of all clients."""
+    busy = gpu_ms["busy"][""]
+    for who in ("models", "clients"):
+        if not math.isclose(total := math.fsum(gpu_ms[who].values()), busy, rel_tol=1e-6, abs_tol=1e-6):
+            text = f"the {who} had {total:.6g} ms of the GPU, which was busy for {busy:.6g} ms: report this fault"
+            raise SimulationError(text, field=who, given=total, limit=busy)
 
 
 def _jobs(f: tables.SimGpu, numbers: Mapping[str, int]) -> Table:

@@ -24,7 +24,15 @@ from paellapy.scheduler.core.step import step
 from paellapy.scheduler.sim.recorded_profiles import ALONE_US, MIX, mix_profiles
 from paellapy.scheduler.sim.results import COLUMNS
 from paellapy.scheduler.sim.segment_model import run_segments
-from paellapy.scheduler.sim.simulate import Fidelity, simulate
+from paellapy.scheduler.sim.simulate import (
+    Fidelity,
+    SimulationError,
+    check_conserved,
+    check_gpu_time,
+    check_in_turn,
+    check_ordered,
+    simulate,
+)
 from paellapy.scheduler.sim.workload import Background, ClosedLoop, Poisson, TraceWorkload, Workload
 from paellapy.viz.palette import OKABE_ITO
 
@@ -342,3 +350,21 @@ def test_a_background_job_takes_what_requests_leave_and_no_more() -> None:
     assert beside.model("net").completed == alone.completed
     assert 0.5 * free.completed < beside.model("train").completed < free.completed
     assert beside.model("net").p99_ms < 1.6 * alone.p99_ms
+
+
+def test_results_that_contradict_themselves_are_not_returned() -> None:
+    run = simulate([net()], ClosedLoop("net", clients=2, duration=0.005) + Poisson(1000, "net", duration=0.005), "fifo")
+    check_in_turn(run.jobs)
+    check_gpu_time(run.gpu_ms)
+    sent = run.jobs["arrival_ns"][run.jobs["source"] < 0]
+    check_conserved(sent, sent[::-1])
+    with failing(SimulationError, field="requests"):
+        check_conserved(sent, sent[1:])
+    with failing(SimulationError, field="times"):
+        check_ordered(sent, sent - 1)
+    early = run.jobs.copy()
+    early["finish_ns"] += 10**6
+    with failing(SimulationError, field="times"):
+        check_in_turn(early)
+    with failing(SimulationError, field="models"):
+        check_gpu_time({**run.gpu_ms, "models": {"net": 0.99 * run.gpu_ms["busy"][""]}})
