@@ -37,7 +37,8 @@ def test_frequencies_are_those_of_the_library(name: str, tmp_path: Path) -> None
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures"), ({"architectures": None}, "architectures"),
         ({"hidden_size": "wide"}, "hidden_size"), ({"num_key_value_heads": 3}, "num_key_value_heads"),
-        ({"head_dim": 80}, "head_dim"), ({"head_dim": 16}, "head_dim"), ({"hidden_act": "relu"}, "hidden_act"), ({"dtype": "int8"}, "dtype"),
+        ({"head_dim": 80}, "head_dim"), ({"head_dim": 16}, "head_dim"),
+        ({"hidden_act": "relu"}, "hidden_act"), ({"dtype": "int8"}, "dtype"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type"), ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "attention_bias"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8,
