@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import arguments, finish, show
+from harness import arguments, save, show, stored
 from models import Kind
 from numpy.typing import NDArray
 
@@ -206,14 +206,17 @@ def asked(engine: pp.Engine, name: str, every_s: float) -> Iterator[None]:
 
 
 def main() -> None:
-    o = arguments(__doc__, device="cuda", rounds=2, quick=True).parse_args()
-    threads = host_threads(o)
+    parser = arguments(__doc__, device="cuda", rounds=2, quick=True)
+    parser.add_argument("--parts", nargs="+", default=["waits", "threads"], choices=["waits", "threads"])
+    o = parser.parse_args()
+    known = stored("python_wait", o.out)
+    threads = host_threads(o) if "threads" in o.parts else known["host_threads"]
     rows = [(name, *(f"{by[case]['mean_ms']:.2f}" for case in by),
              *(f"{by[case]['mean_ms'] / by['alone']['mean_ms']:.2f}" for case in list(by)[1:]))
             for name, by in threads["operations"].items()]  # fmt: skip
     beside = ["operation", "alone, ms", "beside, ms", "all threads, ms", "beside ÷ alone", "all threads ÷ alone"]
     show(f"{threads['cpus']:g} CPUs", beside, rows)
-    found = waits(o)
+    found = waits(o) if "waits" in o.parts else known["waits"]
     ways = list(next(iter(next(iter(found.values())).values()))["p50_ms"])
     table: list[Any] = [("model", "pause, ms", *ways, *(f"{way} ÷ bare" for way in ways[2:]), "cores busy")]
     for name, by_ms in found.items():
@@ -223,8 +226,9 @@ def main() -> None:
             table.append((name, pause, *(f"{p50[way]:.3f}" for way in ways), *ratios, f"{each['busy'][ways[-2]]:.2f}"))
     from paellapy.instrument.device import Device
 
-    finish(o, "python_wait", {"waits": found, "host_threads": threads}, "Milliseconds, p50", table,
-           Device.open(o.device))  # fmt: skip
+    show("Milliseconds, p50", table[0], table[1:])
+    save("python_wait", {"waits": found, "host_threads": threads}, Device.open(o.device), o.out,
+         tables={"python-wait": table, "host-threads": [beside, *rows]})  # fmt: skip
 
 
 if __name__ == "__main__":
