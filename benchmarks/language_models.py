@@ -152,10 +152,9 @@ def bare(engine: pp.Engine, batch: int, position: int) -> dict[str, float]:
 
     loaded = next(each for each in engine.core.models.by_row.values() if each.model.name == "model decode")
     k = [each.batch for each in loaded.profiles].index(batch)
-    at = next(n for n, each in enumerate(loaded.instances) if rows_of(each)["sequence"][:batch].all())
-    instance, graph, cu = loaded.instances[at], loaded.launches[at][k].whole, driver()
-    rows = rows_of(instance)
-    rows["position"][:batch], rows["place"][:batch] = position, -1
+    instance, graph, cu = loaded.instances[0], loaded.launches[0][k].whole, driver()
+    rows = instance.inputs["rows"].reshape(-1, ROW.itemsize // 4).view(ROW)[:, 0]
+    rows["sequence"][:batch], rows["position"][:batch], rows["place"][:batch] = 1 + np.arange(batch), position, -1
     engine.device.activate()
     stream = check(cu.cuStreamCreate(1), "making a stream")
     events = [check(cu.cuEventCreate(0), "making an event") for _ in range(2)]
@@ -168,11 +167,6 @@ def bare(engine: pp.Engine, batch: int, position: int) -> dict[str, float]:
     instance.words[:] = instance.draining[:] = 0  # no launch of the engine's has ended
     cu.cuStreamDestroy(stream)
     return {"ms": float(ms)}
-
-
-def rows_of(instance: Any) -> Any:
-    rows = instance.inputs["rows"]
-    return rows.reshape(len(rows), -1).view(ROW)[:, 0]
 
 
 def weight_bytes(folder: Path) -> int:
@@ -447,11 +441,11 @@ def profiles(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows(results: dict[str, Any]) -> list[Any]:
-    steps = (f"batch {n}: graph ÷ bytes; engine ÷ graph" for n in STEP_BATCHES)
+    steps = (f"batch {n}: engine ÷ bytes; graph ÷ bytes" for n in STEP_BATCHES)
     late = (f"{n} tokens: TTFT p50; TBT p50, p99, ms" for n in PROMPTS)
     made: list[Any] = [("shape", *steps, "offline, tokens/s", *late)]
     for shape, found in results["shapes"].items():
-        over = [f"{each['bare_over_bytes']:.2f}; {each['over_bare']:.3f}" if "over_bare" in each else "–"
+        over = ["; ".join(f"{each[key]:.2f}" if key in each else "–" for key in ("over_bytes", "bare_over_bytes"))
                 for each in (found.get(f"step {b}", {}) for b in STEP_BATCHES)]  # fmt: skip
         rate = f"{found['offline']['tokens_s']:,.0f}" if "offline" in found else "–"
         times = [f"{each['ttft_p50_ms']:.1f}; {each['tbt_p50_ms']:.2f}, {each['tbt_p99_ms']:.2f}" if each else "–"
