@@ -1,6 +1,6 @@
 """A cluster on four Ray nodes whose parts are killed in turn, and that is changed, while clients check every answer.
 
-    python benchmarks/cluster_kills.py [--rounds 5] [--kills 30] [--parts node engine ...] [--against CHECKOUT]
+    python benchmarks/cluster_kills.py [--rounds 5] [--kills 30] [--parts machine engine ...] [--against CHECKOUT]
 
 For every event: answers, wrong ones, errors, broken connections, the longest time without any answer, the slowest
 request, and the seconds until two engines have their models again. Before that, as the median of the rounds: the median
@@ -56,14 +56,14 @@ arguments = {{ name = "cnn" }}
 PATIENCE_S = 90.0
 QUIET_S = 0.3  # before every event, and after it
 LEAST_S = 1.5
-STOPS = 6  # of a process that stays silent: each takes as long as the setting says
+FEWER = {"replica of a router": 10, "stop: router": 4, "stop: engine": 4, "another policy": 6}  # they take long
 LEAST_CHECKED = 10_000  # answers during changes
 PACE_S = 0.05  # of each client: the machine is not to be busy with them
 MARK = "PAELLAPY_CLUSTER_KILLS"  # in the environment of all processes of a cluster
 # A node is lost first: later, keepers may have been adopted from another one.
 ENGINE, ROUTER, CONTROLLER = "paellapy-engines", "paellapy-routers", "ray::ServeController"
 REPLICAS = {"replica of an engine": ENGINE, "replica of a router": ROUTER, "controller": CONTROLLER}
-PARTS = ("node", "engine", "router", *REPLICAS, "GCS", "stop: router", "stop: engine", "another policy")
+PARTS = ("machine", "engine", "router", *REPLICAS, "GCS", "stop: router", "stop: engine", "another policy")
 
 
 class Clients:
@@ -219,7 +219,7 @@ class Cluster:
         self._victim = max(found)
         os.kill(self._victim, number)
 
-    def lose_node(self) -> Callable[[], None]:
+    def lose_machine(self) -> Callable[[], None]:
         """Kills all processes of one with an engine; returns what adds another."""
         found = []
         for node in self._ray:
@@ -293,14 +293,14 @@ def events(cluster: Cluster, clients: Clients, o: Any) -> Iterator[tuple[str, li
     for name in o.parts:
         stops = name.startswith("stop: ")
         what: Callable[[], object] = {
-            "node": cluster.lose_node, "GCS": cluster.kill_gcs, "another policy": cluster.change,
+            "machine": cluster.lose_machine, "GCS": cluster.kill_gcs, "another policy": cluster.change,
         }.get(name) or partial(
             cluster.signal, name.removeprefix("stop: "), signal.SIGSTOP if stops else signal.SIGKILL
         )  # fmt: skip
         seen: list[dict[str, Any]] = []
-        few = stops or name == "another policy"
-        checked = 0 if name == "another policy" and o.kills >= STOPS else LEAST_CHECKED
-        while len(seen) < (min(o.kills, STOPS) if few else o.kills) or checked < LEAST_CHECKED:
+        times = min(o.kills, FEWER.get(name, o.kills))
+        checked = 0 if name == "another policy" and times > 1 else LEAST_CHECKED
+        while len(seen) < times or checked < LEAST_CHECKED:
             seen.append(event(clients, cluster, what))
             checked += seen[-1]["answers"]
             print(name, seen[-1], flush=True)
