@@ -188,7 +188,9 @@ def wake_producers(s: State, scratch: NDArray[np.int64]) -> None:
                 write_event(s, s.wake_fd[producer, 0], scratch[2:])
 
 
-_PAUSES = 16  # of an idle step: less than a microsecond, in which another thread of the CPU's core has the core
+# Of an idle step: half a microsecond, in which the other thread of the CPU's core has more of it. A hypervisor takes
+# the CPU away from a thread that does nothing else for longer than some 4000 cycles.
+_PAUSES = 8
 
 
 @compiled
