@@ -1,6 +1,7 @@
 """Requests per second and latency of the server, beside a bare aiohttp handler that decodes and echoes, in one run.
 
-    python benchmarks/serving_floor.py [--seconds 2] [--rounds 5] [--servers floor,one,1,2,keys,log]
+    python benchmarks/serving_floor.py [--seconds 2] [--rounds 5] [--servers floor,one,1,2]
+    python benchmarks/serving_floor.py --servers floor,one,2,keys,log,keys+log --cases "small binary" --rounds 12
     python benchmarks/serving_floor.py --against CHECKOUT --seconds 0.8
 
 The handler is the floor that aiohttp sets: uvloop, msgspec, almost no routing, no engine. `one` is the server in one
@@ -143,7 +144,8 @@ def one_run(asked: ServerProcess, load: Load) -> dict[str, Any]:
 
 
 def measure(kinds: list[str], o: Any) -> Runs:
-    cases, servers = {case: CASES[case] for case in CASES if case != "large JSON" or o.against}, {}
+    asked = o.cases.split(",") if o.cases else [case for case in CASES if case != "large JSON" or o.against]
+    cases, servers = {case: CASES[case] for case in asked}, {}
     with contextlib.ExitStack() as stack:
         for kind in kinds:
             checkout = trees(o)["before"] if kind.endswith(BEFORE) else None
@@ -212,6 +214,7 @@ def main() -> None:
     parser = arguments(__doc__, seconds=2.0, rounds=5, against=True)
     parser.add_argument("--serve", help="be a server")
     parser.add_argument("--servers", default="floor,one,1,2", help="floor, one, keys, log, keys+log, or workers")
+    parser.add_argument("--cases", help=f"some of {', '.join(CASES)}")
     o = parser.parse_args()
     if o.serve:
         return serve_floor() if o.serve == "floor" else serve_paellapy(o.serve)
@@ -237,7 +240,8 @@ def main() -> None:
         over = [", ".join(f"{row[ratio]:.2f}" for kind, row in by_kind.items() if kind != "floor")
                 for ratio in ("ratio_per_s", "ratio_p50")]  # fmt: skip
         rows.append([label, *(f"{row['per_s']:,.0f} / {row['p50_ms']:.2f}" for row in by_kind.values()), *over])
-    return finish(o, "serving_floor", {**about, "cases": found}, "requests a second / median latency in ms", rows)
+    name = "serving_floor_keys" if "keys" in kinds else "serving_floor"
+    return finish(o, name, {**about, "cases": found}, "requests a second / median latency in ms", rows)
 
 
 if __name__ == "__main__":
