@@ -210,6 +210,20 @@ def beside_before(runs: Runs) -> dict[str, Any]:
     return found
 
 
+def cpu_rows(found: dict[str, Any], titles: dict[str, str]) -> list[list[str]]:
+    """CPU time of each server for a request, in µs, and the floor's divided by it. Other load of the machine changes
+    it less than the requests a second, of which servers with more threads get more.
+    """
+    kinds = [*next(iter(found.values()))]
+    rows = [["load", *(titles.get(kind, f"{kind} workers") for kind in kinds)]]
+    for label, by_kind in found.items():
+        us = {kind: sum(each for name, each in row["cpu_us"].items() if name != "client")
+              for kind, row in by_kind.items()}  # fmt: skip
+        cells = (f"{us[kind]:.0f}" + (f" ({us['floor'] / us[kind]:.2f})" if kind != "floor" else "") for kind in kinds)
+        rows.append([label, *cells])
+    return rows
+
+
 def main() -> None:
     parser = arguments(__doc__, seconds=2.0, rounds=5, against=True)
     parser.add_argument("--serve", help="be a server")
@@ -240,8 +254,10 @@ def main() -> None:
         over = [", ".join(f"{row[ratio]:.2f}" for kind, row in by_kind.items() if kind != "floor")
                 for ratio in ("ratio_per_s", "ratio_p50")]  # fmt: skip
         rows.append([label, *(f"{row['per_s']:,.0f} / {row['p50_ms']:.2f}" for row in by_kind.values()), *over])
-    name = "serving_floor_keys" if "keys" in kinds else "serving_floor"
-    return finish(o, name, {**about, "cases": found}, "requests a second / median latency in ms", rows)
+    if "keys" in kinds:
+        rows = cpu_rows(found, titles)
+        return finish(o, "serving_floor_keys", {**about, "cases": found}, "CPU time of the servers", rows)
+    return finish(o, "serving_floor", {**about, "cases": found}, "requests a second / median latency in ms", rows)
 
 
 if __name__ == "__main__":

@@ -530,10 +530,9 @@ async def under_attack(target: Target, attack: Attack, seconds: float) -> dict[s
 
 
 async def attack_all(target: Target, names: list[str], seconds: float) -> list[dict[str, Any]]:
-    known = ATTACKS | (TEXT_ATTACKS if target.kind == "paellapy" else {})
     found = []
-    for name in ["none", *(known if names == ["all"] else [each for each in names if each in known])]:
-        what, attack = known.get(name, ("No attack", idle))
+    for name in names:
+        what, attack = KNOWN[name]
         found.append({"attack": name, "what": what, **await under_attack(target, attack, seconds)})
         cells = {key: each if isinstance(each, dict) else round(each, 1) for key, each in found[-1].items()
                  if key.endswith(("ms", "mb")) or key == "outcomes"}  # fmt: skip
@@ -544,6 +543,9 @@ async def attack_all(target: Target, names: list[str], seconds: float) -> list[d
 
 async def idle(target: Target, until: float) -> None:
     await asyncio.sleep(until - time.monotonic())
+
+
+KNOWN: dict[str, tuple[str, Attack]] = {"none": ("No attack", idle), **ATTACKS, **TEXT_ATTACKS}
 
 
 BODY = b'{"inputs": [{"name": "i", "shape": [1, 1], "datatype": "INT64", "data": [7]}]}'
@@ -778,22 +780,37 @@ def quoted_hours(by_gpu: dict[str, list[Any]]) -> list[list[str]]:
 
 
 def attacks(o: Any) -> None:
-    names, found = o.attacks.split(","), dict[str, Any]()
+    names, found = [*KNOWN] if o.attacks == "all" else ["none", *o.attacks.split(",")], dict[str, Any]()
     seconds = min(o.seconds, MOST_S)
     with served(o.device, o.workers, texts=True) as server:
         found["paellapy"] = asyncio.run(attack_all(target_of(server), names, seconds))
     script = Path(__file__).with_name("other_servers.py")
     for kind in subprocess.check_output([o.others, script, "which"], text=True).split():
-        with other(kind, o.others) as target:
-            found[target.kind] = asyncio.run(attack_all(target, names, seconds))
+        rows = found[OTHERS[kind][0]] = []
+        for name in names:
+            if name not in TEXT_ATTACKS:
+                with other(kind, o.others) as target:  # a new one: some do not recover
+                    rows += asyncio.run(attack_all(target, [name], seconds))
+    table = quoted_attacks(found)
+    show("attacks", table[0], table[1:])
+    print(save("trust_attacks", found, None, o.out, tables={"trust-attacks": table}))
+
+
+def quoted_attacks(found: dict[str, Any]) -> list[list[str]]:
     known = {kind: {each["attack"]: each for each in rows} for kind, rows in found.items()}
     head = ["attack", *(f"{kind}, p99 ms / MB added" for kind in ("paellapy", "LitServe", "Triton"))]
     rows = [head]
     for each in found["paellapy"]:
         cells = [known.get(kind, {}).get(each["attack"]) for kind in ("paellapy", "LitServe", "Triton")]
-        rows.append([each["what"], *("–" if c is None else f"{c['p99_ms']:.0f} / {c['added_mb']:.0f}" for c in cells)])
-    show("attacks", rows[0], rows[1:])
-    print(save("trust_attacks", found, None, o.out, tables={"trust-attacks": rows}))
+        rows.append([each["what"], *("–" if c is None else attack_cell(c) for c in cells)])
+    return rows
+
+
+def attack_cell(found: dict[str, Any]) -> str:
+    outcomes = Counter(found["outcomes"])
+    failed = sum(outcomes.values()) - outcomes["right"]
+    said = f"; {failed} of {sum(outcomes.values())} probes failed" if failed else ""
+    return f"{found['p99_ms']:,.0f} / {found['added_mb']:.0f}{said}"
 
 
 def recoveries(o: Any) -> None:
