@@ -80,7 +80,7 @@ def triton(port: int) -> None:
 def main(which: str) -> None:
     if which == "--help":
         print(__doc__)
-        return
+        raise SystemExit
     if which == "which":
         print(*(name for name, module in {"lit": "litserve", "triton": "pytriton"}.items() if find_spec(module)))
         return
