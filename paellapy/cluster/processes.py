@@ -33,7 +33,7 @@ class EngineTask(Task, kw_only=True, tag=True):
     host: str
     port: int
     name: str = ""  # in the cluster
-    gpus: str = ""  # those that it may use, as in CUDA_VISIBLE_DEVICES
+    gpus: str = ""  # those that Ray has assigned
     hung_s: float = 5.0
 
     @property

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import socket
 import threading
 import time
@@ -73,7 +72,7 @@ class EngineReplica:
         host, self._replica = host or str(ray.util.get_node_ip_address()), _replica_id()
         self._task = EngineTask(
             **task, loaded=[], host=host, port=free_port(host), name=f"engine-{self._replica}",
-            gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""), alone_s=ALONE_S,
+            gpus=",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", [])), alone_s=ALONE_S,
         )  # fmt: skip
         self._key, self._ready_s = key, ready_s
         self._kept: Kept | None = None
