@@ -144,7 +144,7 @@ def test_a_cluster_survives_what_is_killed_and_follows_its_scale(nodes, tmp_path
         os.kill(before[0], signal.SIGKILL)
         os.kill(before[1], signal.SIGSTOP)
         nodes.remove_node(nodes.list_all_nodes()[-1], allow_graceful=False)
-        until(lambda: not {*before} & {*servers(tmp_path)} and len(ready(door)) == 2)
+        until(lambda: not {*before} & {*servers(tmp_path)} and len(ready(door)) == len(ready(door, "spare")) == 2)
 
         # One model is on one engine only; then the policy changes as well.
         file = tmp_path / "cluster.toml"
