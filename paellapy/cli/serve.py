@@ -211,8 +211,8 @@ def announce_for(config: Config, source: Source, instead: Announce | None = None
 def _announce(url: str, config: Config, source: Source, instead: Announce | None) -> None:
     from paellapy.serving.build import build_keys
 
-    keys = build_keys(config, source).values()
-    key = next((each.secret for each in keys if "infer" in each.roles), None)
+    keys = build_keys(config, source)
+    name, key = next(((name, each.secret) for name, each in keys.items() if "infer" in each.roles), ("", None))
     flags = "" if key is None else ' -H "X-API-Key: $KEY"'
     if config.tls is not None:
         flags += f" --cacert {source.folder / config.tls.certificate}"
@@ -225,6 +225,8 @@ def _announce(url: str, config: Config, source: Source, instead: Announce | None
             return
         command = request_line(url, _get(f"{url}/v2/models/{names[0]}", key), flags)
         show_addresses(screen, url, names)
+        if key is not None:
+            screen.print(f"with the key of {name} in KEY:", markup=False)
         screen.print(command, markup=False)
         sys.stdout.flush()
     except (OSError, PaellaError, ValueError, LookupError):  # the server is ready in any case
