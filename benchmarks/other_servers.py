@@ -8,6 +8,7 @@ nvidia-pytriton brings Triton's own server with the backend for Python; it needs
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import socket
@@ -78,9 +79,6 @@ def triton(port: int) -> None:
 
 
 def main(which: str) -> None:
-    if which == "--help":
-        print(__doc__)
-        raise SystemExit
     if which == "which":
         print(*(name for name, module in {"lit": "litserve", "triton": "pytriton"}.items() if find_spec(module)))
         return
@@ -91,4 +89,6 @@ def main(which: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", choices=["lit", "triton", "which"])
+    main(parser.parse_args().which)
