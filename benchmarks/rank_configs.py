@@ -196,7 +196,7 @@ def in_processes(o: Any) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = arguments(__doc__, device="cuda", quick=True, seconds=240.0)
     parser.add_argument("--operators", nargs="+", default=list(OPERATORS))
-    parser.add_argument("--parallel", type=int, default=12, help="processes that compile and predict")
+    parser.add_argument("--parallel", type=int, default=6, help="processes that predict; 16 fill an H200's memory")
     parser.add_argument("--predict", type=Path, help="be such a process: write the times to this folder")
     o = parser.parse_args()
     warnings.simplefilter("ignore")
