@@ -7,13 +7,11 @@ through this module.
 from __future__ import annotations
 
 import ctypes
-import platform
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from paellapy.instrument.numba_ext.link import Generated, call
@@ -55,19 +53,6 @@ def store_at(typing: Any, address: Any, value: Any) -> Generated:
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.uint64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def pause(typing: Any) -> Generated:
-    """Tells the CPU that this thread spins, so that the other thread of a core gets more of it; some 50 ns."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if platform.machine() == "x86_64":  # elsewhere it does nothing
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

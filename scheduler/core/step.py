@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.numba_ext.link import address_of, call_with, compiled, part, reachable
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.abort import expire, fail_all
-from paellapy.scheduler.core.atomics import ZERO, c_address, call_telling, load_at, pause, store_at
+from paellapy.scheduler.core.atomics import ZERO, c_address, call_telling, load_at, store_at
 from paellapy.scheduler.core.choose import choose, reconcile_all
 from paellapy.scheduler.core.concurrency import LINGERS, average_queue, update_gates
 from paellapy.scheduler.core.instances import mark_instance_dirty, poll_held
@@ -188,11 +188,6 @@ def wake_producers(s: State, scratch: NDArray[np.int64]) -> None:
                 write_event(s, s.wake_fd[producer, 0], scratch[2:])
 
 
-# Of an idle step: half a microsecond, in which the other thread of the CPU's core has more of it. A hypervisor takes
-# the CPU away from a thread that does nothing else for longer than some 4000 cycles.
-_PAUSES = 8
-
-
 @compiled
 def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> int:
     """Steps in real time (CLOCK_MONOTONIC) until `stop[0]` is set, or nothing was done for `linger_ns`; 0 if idle.
@@ -209,9 +204,6 @@ def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> in
             last = now
         elif now - last >= (linger_ns if core.gates == 0 else LINGERS * linger_ns):
             return 0
-        else:
-            for _ in range(_PAUSES):
-                pause()
         wake_producers(s, scratch)
     return 1
 

@@ -477,9 +477,6 @@ def added_ns(state: State, row: int, items: int) -> float:
     return total_ns(batch + 1) - total_ns(batch)
 
 
-_GLANCE_NS = 50_000  # for which other events of a loop wait
-
-
 class RequestClient:
     """The request side of an engine, in this process or in another one: takes requests, returns results."""
 
@@ -555,20 +552,11 @@ class RequestClient:
         request = AsyncRequest(self, loaded, loop)
         request.length = length
         submit_one(ring, request, pieces_of(arrays.values()), terms)
-        if ring.spin_ns and ring.waiting == 1:
-            self._glance(loop, request.future, time.monotonic_ns() + ring.spin_ns)
         try:
             return await request.future
         except asyncio.CancelledError:
             ring.cancel(request)
             raise
-
-    def _glance(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[Outputs], until_ns: int) -> None:
-        """Looks for the only answer that is due in turns with the loop's other events: to wake a loop takes longer."""
-        ring = self.core.ring
-        if not future.done() and ring.waiting == 1 and time.monotonic_ns() < until_ns:
-            ring.glance(_GLANCE_NS)
-            loop.call_soon(self._glance, loop, future, until_ns)
 
     async def infer_given(self, loaded: Loaded, values: Mapping[str, Any], terms: Terms) -> dict[str, Any]:
         """Runs one request whose values are checked."""

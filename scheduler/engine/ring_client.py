@@ -573,16 +573,6 @@ class RingClient:
         return True
 
 
-    def glance(self, most_ns: int) -> None:
-        """Answers the next completions if they come within this time, without sleeping."""
-        if self._spinning.acquire(blocking=False):
-            try:
-                if calls.await_any(self._line, most_ns, self._spin_scratch):
-                    with Uninterrupted():
-                        self._read_now(1)
-            finally:
-                self._spinning.release()
-
     def _spin(self, waiter: Waiter) -> None:
         """Answers completions until the waiter is set, or none has come for `spin_ns`. Nobody has to be woken for them:
         completions stay announced as they were.

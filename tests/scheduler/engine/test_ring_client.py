@@ -14,7 +14,7 @@ from engine_models import scale_model
 from engine_requests import Told, post
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from waiting import held_core, wait_until
+from waiting import wait_until
 
 import paellapy as pp
 from paellapy.scheduler.core import state as st
@@ -303,29 +303,3 @@ def test_threads_and_event_loops_are_answered_whether_threads_spin_or_sleep(engi
             np.testing.assert_array_equal(found["y"] if first == 0 else found, 2 * (X + first + n))
     assert engine.infer_sync("scale", {"x": X})["y"][1] == 2
     assert not engine.core.ring.waiting
-
-
-@pytest.mark.parametrize("spin_ns", [0, 50_000_000])
-def test_an_event_loop_serves_its_other_events_while_it_looks_for_its_only_answer(engine, spin_ns):
-    engine.core.ring.spin_ns = spin_ns
-
-    async def ask():
-        asked, ticks = asyncio.create_task(engine.infer("scale", {"x": X})), 0
-        while not asked.done() and ticks < 20:
-            ticks += 1
-            await asyncio.sleep(0)
-        return asked
-
-    async def main():
-        with held_core(engine):
-            asked = await ask()
-            assert not asked.done()
-        np.testing.assert_array_equal((await asked)["y"], 2 * X)
-        with held_core(engine):
-            asked = await ask()
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
-        np.testing.assert_array_equal((await engine.infer("scale", {"x": X + 1}))["y"], 2 * (X + 1))
-
-    asyncio.run(asyncio.wait_for(main(), 60))
