@@ -77,9 +77,9 @@ def test_weights_leave_for_those_of_another_model(engine: pp.Engine) -> None:
     wanted = tokens(text(engine))
     load_other(1)
     about = engine.memory()
-    own, least = (about["models"][name]["weights_bytes"] for name in ("small decode", "other"))
+    least = about["models"]["other"]["weights_bytes"]
     engine.unload("other")
-    load_other(about["free_bytes"] + least + own // 2)
+    load_other(about["free_bytes"] + least + 1)  # a GPU rounds it up, by less than the other weights take
     assert engine.weights_state("small") == "host"
     assert tokens(text(engine)) == wanted
     assert engine.weights_state("other") == "host"
