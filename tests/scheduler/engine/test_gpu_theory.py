@@ -120,8 +120,8 @@ def test_unequal_jobs_in_order_wait_as_in_an_m_g_1_queue(engine, policy):
 
 @pytest.mark.parametrize("policy", ["edf", "lax"])
 def test_deadlines_that_can_be_met_are_met(engine, policy):
-    """Deadlines soon after the ends of a schedule in a random order, so that an ideal server meets all of them. Two jobs
-    at once would be a tenth quicker here, and miss a tenth of the deadlines.
+    """Deadlines soon after the ends of a schedule in a random order, so that an ideal server meets all of them. Two
+    jobs at once would be a tenth quicker here, and miss a tenth of the deadlines.
     """
     engine.set_policy(replace(find_policy(policy), active=1))
     random, segmented_ns = np.random.default_rng(3), work_ns(engine, whole=False)
