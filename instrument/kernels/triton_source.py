@@ -600,10 +600,10 @@ def _reason(failure: BaseException) -> str:
 
 @functools.cache
 def _native() -> Callable[..., tuple[Any, Any]]:
-    """Triton's native routine. Its first call imports PyTorch if it is installed, to know its tensors by their class:
-    two seconds of CPU time in each process. It knows them by their attributes, too.
+    """Triton's native routine. Before Triton 3.8 its first call imports PyTorch if it is installed, to know its tensors
+    by their class: two seconds of CPU time in each process. It knows them by their attributes, too.
     """
-    if "torch" not in sys.modules:
+    if TRITON_VERSION < (3, 8) and "torch" not in sys.modules:
         importlib.import_module("triton.experimental.gluon.nvidia.hopper")  # it would, while PyTorch is hidden
         sys.modules["torch"] = None  # type: ignore[assignment]
         try:
