@@ -269,6 +269,18 @@ def said_by(script: str, *options: str, checkout: Path | None = None) -> Any:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def run_at_once(commands: Iterable[Sequence[str]], seconds: float) -> None:
+    """Runs commands beside each other, and ends those that are not done after that time."""
+    running = [subprocess.Popen(each, env=environment()) for each in commands]
+    ends = time.monotonic() + seconds
+    for process in running:
+        try:
+            process.wait(max(ends - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 class ServerProcess:
     """A script of that checkout which serves in processes of its own, and first writes its address."""
 

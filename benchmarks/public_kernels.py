@@ -21,7 +21,6 @@ import functools
 import gc
 import inspect
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,7 +35,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from harness import arguments, environment, finish, need_gpu, save, show, stored
+from harness import arguments, finish, need_gpu, run_at_once, save, show, stored
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction, KernelInterface
 
@@ -276,13 +275,7 @@ def found_by(o: Any, chosen: dict[str, Any]) -> dict[str, dict[str, Any]]:
         files = [Path(folder, str(n)) for n in range(o.parallel)]
         same = [*sys.argv[1:], "--parallel", "1"]
         shares = [["--share", f"{n}/{len(files)}", "--rows", str(file)] for n, file in enumerate(files)]
-        running = [subprocess.Popen([sys.executable, __file__, *same, *share], env=environment()) for share in shares]
-        ends = time.monotonic() + o.seconds
-        for each in running:
-            try:
-                each.wait(max(ends - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                each.kill()
+        run_at_once([[sys.executable, __file__, *same, *share] for share in shares], o.seconds)
         lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
     lost = {"result": "crashed", "why": "its process ended, or took too long"}
     return dict.fromkeys(chosen, lost) | dict(map(json.loads, lines))

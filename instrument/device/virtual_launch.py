@@ -245,7 +245,7 @@ class VirtualLauncher(Launcher):
             _ = self.compiled  # only `ptxas` knows whether this GPU has the instructions
 
     def _fits(self, running: int) -> bool:
-        """Whether the GPU holds another of its blocks beside so many, in programs of Triton's."""
+        """Whether the GPU has room for one more of Triton's programs while `running` of them have not ended."""
         if running < self.device.part.sms and self._draft.metadata.get("num_ctas", 1) == 1:
             return True  # known before it is compiled: an SM holds at least one block of a kernel that can run
         return running < self._resident

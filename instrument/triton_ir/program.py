@@ -299,10 +299,10 @@ def same_values(a: Any, b: Any) -> bool:
 def take_turns(kernel: str, bodies: list[Body], memory: Callable[[], int], fits: Callable[[int], bool]) -> None:
     """Runs all bodies to their ends; each receives a function to call while it waits.
 
-    `fits` says whether the GPU holds another block beside so many that have not ended. `memory` returns a number that
-    stands for the contents of the memory that the kernel writes. Blocks that take work from a queue may loop many times
-    before one of them finishes, and changes of memory show that they make progress. If neither memory nor any block
-    changes while each has its turns, they wait for ever.
+    `fits(n)` says whether the GPU has room for one more block while n blocks have not ended. `memory` returns a number
+    that stands for the contents of the memory that the kernel writes. Blocks that take work from a queue may loop many
+    times before one of them finishes, and changes of memory show that they make progress. If neither memory nor any
+    block changes while each has its turns, they wait for ever.
     """
     turns = Turns(bodies)
     workers: list[Worker] = []
@@ -382,7 +382,7 @@ class TtirProgram:
 
     def __init__(self, module: Module, kernel: str, threads: int = 128, has_tma: bool = True) -> None:
         self.kernel = kernel
-        # Whether the GPU holds another block beside so many.
+        # fits(n): whether the GPU has room for one more block while n blocks have not ended.
         self.fits: Callable[[int], bool] = lambda running: running < MAX_RESIDENT
         self.module = module
         lowering = Lowering(module, kernel, threads, has_tma)

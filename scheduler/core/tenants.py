@@ -20,6 +20,7 @@ from paellapy.scheduler.core.values import is_finite_number, shortened
 
 LEAST_LIMIT = 1e-6  # with less, a request would wait for hours
 
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """A client with rights of its own. `share` is its weight against other tenants under fair policies; `limit` is the

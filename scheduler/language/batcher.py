@@ -28,8 +28,8 @@ PIECES = 16  # of sequences that one chunk may have
 STEPS_AHEAD = 2  # decode steps on their way
 _RECENT = 16  # steps
 _HELD = 0.05  # of the time between two tokens: how late a step begins that was held back; a guess
-# The lead is meant to cover all but one of so many times the steps that are remembered, by the tail of how late they
-# were: the worst tenth.
+# Steps that are remembered. The tail, their latest tenth, is extrapolated: the lead covers all but one step of _BEYOND
+# times as many.
 _REMEMBERED, _TAIL, _BEYOND = 256, 0.1, 4
 
 Words = NDArray[np.int32]
